@@ -328,13 +328,21 @@ def remove_leftovers(folder: Path, *, name: str | None = None) -> None:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def append_whole(descriptor: int, data: bytes, *, path: Path) -> None:
-    """Append to the file `path`, open under this descriptor, and sync it; a full disk leaves no part of the data."""
-    written = os.write(descriptor, data)
-    if written < len(data):
-        os.truncate(path, path.stat().st_size - written)
-        raise StorageError(f"cannot write {path}: no space is left on the disk")
-    os.fsync(descriptor)
+def append_json_lines(path: Path, *rows: Any) -> None:
+    """Append rows in one write; they are on disk when it returns. An incomplete last line is removed, and a full disk
+    leaves no part of the rows."""
+    data = b"".join(map(encode_json_line, rows))
+    with storage_errors(path, "write"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # what looks incomplete may be a line that another process is writing
+            if os.pread(file.fileno(), 1, max(os.fstat(file.fileno()).st_size - 1, 0)) not in (b"", b"\n"):
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+            written = file.write(data)
+            if written < len(data):
+                os.truncate(path, path.stat().st_size - written)
+                raise StorageError(f"cannot write {path}: no space is left on the disk")
+            os.fsync(file.fileno())
 
 
 class Journal:
@@ -356,14 +364,7 @@ class Journal:
                 self.append()
 
     def append(self, *rows: Any) -> None:
-        """Append rows in one write; they are on disk when it returns."""
-        with storage_errors(self.path, "write"):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a+b", buffering=0) as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # what looks incomplete may be a line that another process is writing
-                if os.pread(file.fileno(), 1, max(os.fstat(file.fileno()).st_size - 1, 0)) not in (b"", b"\n"):
-                    os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
-                append_whole(file.fileno(), b"".join(map(encode_json_line, rows)), path=self.path)
+        append_json_lines(self.path, *rows)
 
     def keep(self, num_rows: int) -> None:
         """Remove all but the first rows."""

@@ -32,8 +32,7 @@ from viewer_runs import TOKENIZER, build_tool_turns
 
 from chromium import Chromium, find_chromium
 from tunesmith.experience.store import merge_rollouts, save_rollouts
-from tunesmith.monitor.metrics_file import format_line
-from tunesmith.storage import DONE, RunPaths, save_json, save_text
+from tunesmith.storage import DONE, RunPaths, encode_json_line, save_json, save_text
 from tunesmith.types import Group, Task, Trajectory
 
 GROUP_SIZE, NUM_GROUPS, STEPS_PER_FILE, NUM_DISTINCT, NUM_METRICS = 8, 32, 100, 16, 100
@@ -47,10 +46,11 @@ def write_run(root: Path, num_trajectories: int) -> None:
     TOKENIZER.save_pretrained(paths.checkpoint(num_steps))
     save_json(paths.checkpoint(num_steps) / DONE, {"step": num_steps})
     save_text(paths.config, f"name: {root.name}\ntotal_steps: {num_steps}\nalgorithm: {{algorithm_type: grpo}}\n")
-    with paths.metrics.open("w") as file:
+    with paths.metrics.open("wb") as file:
         for step in range(1, num_steps + 1):
             names = {f"train/metric_{number:02d}": step / (number + 1) for number in range(NUM_METRICS)}
-            file.write(format_line({"step": step, "kind": "train", "rollout/reward_mean": step / num_steps} | names))
+            names["rollout/reward_mean"] = step / num_steps
+            file.write(encode_json_line({"step": step, "kind": "train"} | names))
     with tempfile.TemporaryDirectory() as folder:
         sources = []
         for number in range(min(NUM_DISTINCT, num_steps)):

@@ -151,7 +151,7 @@ class Setup:
         started = time.perf_counter()
         await asyncio.gather(*(act(index, each.model.client) for index, each in enumerate(bound)))
         seconds = time.perf_counter() - started
-        turns = [self._service.close(each) for each in bound]
+        turns = [each.close() for each in bound]
         self.prompts = [[turn.prompt_ids for turn in each] for each in turns]
         num_sampled = sum(len(turn.sampled_ids) for each in turns for turn in each)
         return Measured(latencies_s=latencies, num_tokens=num_sampled, seconds=seconds)
@@ -169,7 +169,7 @@ class Setup:
                 fields=fields,
             )  # fmt: skip
             for each in bound:
-                self._service.close(each)
+                each.close()
         return measured
 
     async def run_direct(self, *, num_tokens: int, is_growing: bool) -> Measured:

@@ -64,7 +64,7 @@ async def ask_in_turns(service: ModelService, agent: int, arguments: argparse.Na
         completion = await bound.model(messages, tools=[TOOL], extra_body={"ignore_eos": True})
         messages.append({"role": "assistant", "content": completion.choices[0].message.content or ""})
         messages.append({"role": "user", "content": f"result {turn} of {agent}: {agent * turn}"})
-    return hashlib.sha256(repr([turn.prompt_ids for turn in service.close(bound)]).encode()).hexdigest()
+    return hashlib.sha256(repr([turn.prompt_ids for turn in bound.close()]).encode()).hexdigest()
 
 
 def build_run(tokenizer: Any, variant: str, arguments: argparse.Namespace) -> Callable[[int], tuple[float, str]]:

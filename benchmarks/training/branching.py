@@ -17,7 +17,6 @@ import copy
 import random
 import statistics
 import time
-from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -83,9 +82,13 @@ async def run_random(
 
 async def run_group(task: Task, arguments: argparse.Namespace, *, num_initial: int, vocab_size: int) -> Group:
     section = BranchingSection(initial_rollouts=num_initial, entropy_weight=0.0, base_probability=0.5)
-    run = partial(run_random, task, lengths=arguments, vocab_size=vocab_size)
-    branching = Branching(section=section, vocab_size=vocab_size)
-    return await GroupTrees(branching, group_size=arguments.group_size, seed=task.index, run=run).run()
+    branching, ended = Branching(section=section, vocab_size=vocab_size), dict[int, Trajectory]()
+
+    async def run(run_index: int, record: RolloutRecord) -> None:
+        ended[run_index] = await run_random(task, run_index, record, lengths=arguments, vocab_size=vocab_size)
+
+    await GroupTrees(branching, group_size=arguments.group_size, seed=task.index, run=run).run()
+    return Group(task=task, trajectories=tuple(ended[index] for index in range(arguments.group_size)))
 
 
 def build_batch(arguments: argparse.Namespace, *, num_initial: int, vocab_size: int) -> list[Sample]:

@@ -54,6 +54,20 @@ def test_a_workflow_that_appends_has_one_sample_and_no_finding(pocket_folder):
     assert "tokens that would be trained: 12" in str(result)
 
 
+def test_auxiliary_models_are_served_as_in_a_run(pocket_folder):
+    async def workflow(task, model, auxiliary_models):
+        assert auxiliary_models["critic"].base_url != model.base_url
+        await ask(auxiliary_models["critic"], [ask_user()])
+        await ask(model, [ask_user()])
+        return WorkflowOutput(reward=1.0)
+
+    overrides = [
+        "model.max_model_len=256", "model.max_tokens=6", "model.device=cpu", "rollout.chat_model=openai",
+        "rollout.http_port=0", f"auxiliary_models.critic.path={pocket_folder}",
+    ]  # fmt: skip
+    assert check(workflow, task=TASK, model=pocket_folder, overrides=overrides).reward == 1.0
+
+
 def test_incomplete_replies_are_found(pocket_folder):
     result, _ = run(append_only, pocket_folder)
     (finding,) = result.findings

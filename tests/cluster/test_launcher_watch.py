@@ -73,3 +73,30 @@ def test_a_rank_does_not_wait_for_its_timeout_where_the_store_of_its_launcher_is
     place = RankInfo(rank=1, world_size=2, local_size=2, address=f"127.0.0.1:{port}")
     with pytest.raises(ConfigError, match="rank 1 of 2 cannot join the others"):
         process_group.open_ranks(place, device=torch.device("cpu"), timeout_s=3600).__enter__()
+
+
+LEAVES = """
+import os, sys, torch
+from tunesmith.cluster.process_group import open_ranks
+from tunesmith.cluster.rank_info import RankInfo
+from tunesmith.errors import RankError
+rank = int(sys.argv[1])
+try:
+    with open_ranks(RankInfo(rank=rank, world_size=2), device=torch.device("cpu"), timeout_s=60) as ranks:
+        ranks.all_gather_objects(rank)
+        if rank == 1:
+            os._exit(1)
+except RankError as error:
+    print(error)
+"""
+
+
+def test_a_rank_that_is_lost_while_the_others_end_is_named_as_one():
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", LEAVES, str(rank)], env=os.environ | place, stdout=subprocess.PIPE)
+        for rank in (0, 1)
+    ]
+    shown = ranks[0].communicate(timeout=HANG_S)[0].decode()
+    ranks[1].communicate(timeout=HANG_S)
+    assert "another rank has ended" in shown

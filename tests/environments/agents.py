@@ -31,7 +31,7 @@ class ScriptedModel:
         self.model = self.bound.model
 
     def close(self):
-        return self.service.close(self.bound)
+        return self.bound.close()
 
 
 def build_search(log: list[str] | None = None, **settings) -> Tool:

@@ -77,7 +77,7 @@ async def run_group(
     )
     async with GroupRunner(actors) as runner:
         (request,) = build_requests([TASK], size=8, seed=3, step=1)
-        (group,) = await runner.run_all([replace(request, has_branches=True)])
+        (group,) = await runner.run_all([replace(request, is_trained=True)])
     return group, engine, branching.stats.compute()
 
 

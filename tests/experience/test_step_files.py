@@ -55,6 +55,14 @@ def test_committed_steps_are_merged_and_read_by_their_single_file_name(tmp_path)
         load_rollouts(name_step(tmp_path, 12))
 
 
+def test_text_that_is_not_valid_unicode_is_merged(tmp_path):
+    values = [{"tasks": ["task/\ud800", "\u00e4"]}, {"tasks": []}]
+    for step, value in enumerate(values, 1):
+        save_json(name_step(tmp_path, step, "json"), value)
+    StepFiles(tmp_path, JSON_STEPS).merge(committed_step=2, steps_per_file=2)
+    assert [load_step_json(name_step(tmp_path, step, "json")) for step in (1, 2)] == values
+
+
 def test_uncommitted_steps_and_ranges_of_one_step_are_not_merged(tmp_path):
     files = save_steps(tmp_path, 1, 4)
     before = list_names(tmp_path)

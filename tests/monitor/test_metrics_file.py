@@ -7,14 +7,13 @@ import pytest
 
 from fakes import full_disk
 from tunesmith.errors import StorageError
-from tunesmith.monitor.metrics_file import MetricsFile, load_metrics
+from tunesmith.monitor.metrics_file import append_metrics, load_metrics, trim_metrics
 
 
 def write_steps(path, steps, *, committed_step=None):
-    file = MetricsFile(path, committed_step=committed_step)
+    trim_metrics(path, committed_step=committed_step)
     for step in steps:
-        file.append(step, "train", {"train/loss": step / 3, "perf/rollout_s": 0.5})
-    file.close()
+        append_metrics(path, step, "train", {"train/loss": step / 3, "perf/rollout_s": 0.5})
 
 
 def test_a_line_is_one_object_with_exact_floats(tmp_path):
@@ -26,10 +25,9 @@ def test_a_line_is_one_object_with_exact_floats(tmp_path):
 
 
 def test_non_finite_numbers_are_null(tmp_path):
-    file = MetricsFile(tmp_path / "m.jsonl", committed_step=None)
-    file.append(1, "eval", {"a": math.nan, "b": math.inf, "c": 0.0})
-    file.close()
-    assert load_metrics(tmp_path / "m.jsonl") == [{"step": 1, "kind": "eval", "a": None, "b": None, "c": 0.0}]
+    path = tmp_path / "m.jsonl"
+    append_metrics(path, 1, "eval", {"a": math.nan, "b": math.inf, "c": 0.0})
+    assert load_metrics(path) == [{"step": 1, "kind": "eval", "a": None, "b": None, "c": 0.0}]
 
 
 def test_resuming_drops_uncommitted_steps_and_a_truncated_line(tmp_path):
@@ -53,19 +51,25 @@ def test_a_new_run_keeps_no_line(tmp_path):
 
 def test_a_damaged_line_in_the_middle_is_an_error(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
+    path.write_text('{"step": 1, "kind": "eval"}\n{"ste\n{"step": 3}\n')
     with pytest.raises(StorageError, match="line 2 is not JSON"):
-        MetricsFile(path, committed_step=3)
+        trim_metrics(path, committed_step=3)
 
 
 def test_a_full_disk_keeps_whole_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    file = MetricsFile(path, committed_step=None)
-    file.append(1, "train", {"a": 1.0})
+    append_metrics(path, 1, "train", {"a": 1.0})
     whole = path.read_text()
     with full_disk(len(whole) + 5), pytest.raises(StorageError, match=r"^cannot write .*metrics\.jsonl"):
-        file.append(2, "train", {"a": 2.0})
+        append_metrics(path, 2, "train", {"a": 2.0})
     assert path.read_text() == whole
-    file.append(2, "train", {"a": 2.0})
-    file.close()
+    append_metrics(path, 2, "train", {"a": 2.0})
     assert [record["step"] for record in load_metrics(path)] == [1, 2]
+
+
+@pytest.mark.parametrize("line", ['{"kind": "train"}', "[1]", '{"step": 1}'])
+def test_a_run_is_not_resumed_on_a_line_that_is_no_record(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1, "kind": "train"}}\n{line}\n')
+    with pytest.raises(StorageError, match="line 2 is not a record of metrics"):
+        trim_metrics(path, committed_step=1)

@@ -57,6 +57,24 @@ def test_a_damaged_line_is_an_error_with_its_number(tmp_path):
             MetricsLog(path)
 
 
+def test_a_file_that_is_replaced_while_it_is_read_is_read_again(tmp_path):
+    class Replaced(type(tmp_path)):
+        """A run is resumed right after the file was opened."""
+
+        def open(self, mode):
+            file = super().open(mode)
+            if new.exists():
+                new.replace(self)
+            return file
+
+    path, new = tmp_path / "metrics.jsonl", tmp_path / "new"
+    path.write_text('{"step": 1, "kind": "train", "a": 1.25}\n')
+    new.write_text('{"step": 1, "kind": "train", "a": 9.0}\n{"step": 2, "kind": "train", "a": 8.0}\n')
+    log = MetricsLog(Replaced(path))
+    log.refresh()
+    assert log.get("a").values.tolist() == [9.0, 8.0]
+
+
 def test_thinned_curves_keep_their_extremes():
     values = np.zeros(10_000)
     values[5_001], values[8_765] = 100.0, -7.0

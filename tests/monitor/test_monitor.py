@@ -76,6 +76,27 @@ def test_a_new_run_shows_no_old_metrics(tmp_path):
     assert load_scalars(tmp_path)["train/loss"] == [(1, -0.5)]
 
 
+def test_a_tracker_that_cannot_end_leaves_no_other_open(tmp_path, monkeypatch):
+    ended = []
+
+    class Broken:
+        def __init__(self, run, name) -> None:
+            self.name = name
+
+        def close(self, *, is_failed) -> None:
+            ended.append((self.name, is_failed))
+            raise ConnectionError("the server is gone")
+
+    path = "tunesmith.monitor.tensorboard:TensorBoardTracker"
+    monkeypatch.setattr("tunesmith.monitor.tensorboard.TensorBoardTracker", Broken)
+    monkeypatch.setattr("tunesmith.monitor.tracker.TRACKERS", {"tensorboard": path, "wandb": path})
+    monkeypatch.setattr("tunesmith.monitor.tracker.EXTRAS", ())
+    monitor = Monitor(tmp_path, MonitorSection(trackers=("tensorboard", "wandb")), total_steps=1, stream=io.StringIO())
+    with pytest.raises(ConnectionError):
+        monitor.close(is_failed=True)
+    assert ended == [("tensorboard", True), ("wandb", True)]
+
+
 def test_without_trackers_only_metrics_jsonl_is_written(tmp_path):
     run(tmp_path, [1], trackers=())
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -16,7 +16,7 @@ from tunesmith.config import MonitorSection
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.monitor.monitor import Monitor
-from tunesmith.monitor.tracker import EXTRAS, check_trackers, load_run_id
+from tunesmith.monitor.tracker import EXTRAS, check_trackers
 from tunesmith.storage import RunPaths
 
 METRICS = {"rollout/reward_mean": 0.25, "eval/test/pass@4": 0.75, "train/loss": -0.5}
@@ -33,6 +33,10 @@ def run(root, steps, trackers, *, committed_step=None, error=None):
             monitor.log(step, "train", {name: value + step for name, value in METRICS.items()})
         if error is not None:
             raise error
+
+
+def load_id(root, name):
+    return RunPaths(root).tracker_id(name).read_text().strip()
 
 
 @pytest.fixture
@@ -115,12 +119,13 @@ def test_wandb_offline_keeps_metric_names_and_a_resumed_run_keeps_its_id(root, m
     run(root, [1, 2], ["wandb"])
     run(root, [2, 3], ["wandb"], committed_step=1)
     (first, before), (second, after) = read_wandb(root)
-    assert first[:3] == second[:3] == (load_run_id(root, "wandb"), "project", "name")
+    assert first[:3] == second[:3] == (load_id(root, "wandb"), "project", "name")
     assert first[3] | SETTINGS_AS_TEXT == first[3]
     assert before == expected_at(1, 2)
     assert after == expected_at(2, 3)
     run(root, [1], ["wandb"])
-    assert read_wandb(root)[-1][0][0] != first[0], "a new run has a new id"
+    ids = {about[0] for about, _ in read_wandb(root)}
+    assert len(ids) == 2 and ids == {first[0], load_id(root, "wandb")}, "a new run has a new id"
 
 
 def forbid_wandb_login(monkeypatch):
@@ -152,7 +157,7 @@ def mlflow_client(tmp_path_factory):
 
 
 def find_mlflow_run(client, root):
-    return client.get_run(load_run_id(root, "mlflow"))
+    return client.get_run(load_id(root, "mlflow"))
 
 
 def read_mlflow(client, root):
@@ -226,7 +231,7 @@ def test_swanlab_keeps_metric_names_and_a_resumed_run_keeps_its_id(root, monkeyp
     run(root, [1, 2], ["swanlab"])
     run(root, [2, 3], ["swanlab"], committed_step=1)
     parts = read_swanlab(root)
-    assert {run_id for run_id, _ in parts} == {load_run_id(root, "swanlab")}
+    assert {run_id for run_id, _ in parts} == {load_id(root, "swanlab")}
     assert sorted(parts[0][1].items()) == sorted(expected_at(1, 2).items())
     assert expected_at(2, 3).items() <= {key: value for _, part in parts for key, value in part.items()}.items()
 

@@ -81,7 +81,7 @@ async def test_react_agent_calls_a_tool_and_answers(is_stream, template, first):
     assert isinstance(bound.model, OpenAIChatModel)
     reply = await build_agent(bound.model).reply(Msg("user", "What is 6 * 7?", "user"))
     assert reply.get_text_content() == "It is 42."
-    turns = service.close(bound)
+    turns = bound.close()
     assert len(turns) == 2
     assert is_one_sequence(turns)
     renderer = service.recorder.renderer
@@ -94,7 +94,7 @@ async def test_parallel_tool_calls_run_together(is_stream):
     service = build_service(None, *replies, template=QWEN25, is_stream=is_stream)
     bound = service.open(seed=1)
     await build_agent(bound.model, parallel_tool_calls=True).reply(Msg("user", "both?", "user"))
-    turns = service.close(bound)
+    turns = bound.close()
     text = service.recorder.renderer.decode(turns[1].prompt_ids)
     assert "<tool_response>\n42\n</tool_response>\n<tool_response>\n48\n</tool_response>" in text
     assert is_one_sequence(turns)
@@ -126,7 +126,7 @@ async def test_structured_output_is_a_required_call(is_stream):
     agent = build_agent(bound.model)
     reply = await agent.reply(Msg("user", "What is 6 * 7?", "user"), structured_model=Answer)
     assert reply.metadata == {"value": 42}
-    turns = service.close(bound)
+    turns = bound.close()
     assert len(turns) == 3
     assert is_one_sequence(turns)
     ends = [service.recorder.renderer.decode(turn.prompt_ids)[-30:] for turn in turns]
@@ -145,7 +145,7 @@ async def test_structured_output_of_the_model_is_recorded(is_stream):
         assert response.metadata == {"value": 42}
     (block,) = response.content
     assert json.loads(block["text"]) == {"value": 42}
-    (turn,) = service.close(bound)
+    (turn,) = bound.close()
     assert '"value"' in turn.distribution.grammar
 
 

@@ -58,7 +58,7 @@ async def test_agent_calls_a_tool_and_answers(is_stream):
     )
     reply = await agent.reply(UserMsg("user", "What is 6 * 7?"))
     assert reply.get_text_content() == "It is 42."
-    first, second = service.close(bound)
+    first, second = bound.close()
     tokens = first.prompt_ids + first.sampled_ids
     assert second.prompt_ids[: len(tokens)] == tokens
     assert "<tool_response>\n42\n</tool_response>" in service.recorder.renderer.decode(second.prompt_ids)

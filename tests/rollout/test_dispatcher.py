@@ -21,6 +21,7 @@ from tunesmith.experience.replay import compute_staleness
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.dispatcher import Dispatcher
 from tunesmith.rollout.group import build_requests
+from tunesmith.rollout.open_sessions import SESSIONS
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
 from tunesmith.rollout.watchdog import EventLoopWatchdog
@@ -216,6 +217,23 @@ def test_an_evaluation_has_permits_while_groups_in_flight_keep_theirs():
         await dispatcher.close()
 
     asyncio.run(run())
+
+
+def test_sessions_that_are_open_count_once_in_a_step_with_an_evaluation(monkeypatch):
+    monkeypatch.setitem(SESSIONS, "opened", SESSIONS["closed"] + 3)
+
+    async def run() -> dict[str, float]:
+        dispatcher, engine, feed = build_dispatcher(talk, max_staleness=0)
+        groups = await take(dispatcher, engine, random.Random(0), step=1)
+        evaluating = start_evaluation(dispatcher, feed.tasks[:1])
+        while not evaluating.done():
+            await asyncio.sleep(0)
+            engine.sample_one(random.Random(0))
+        metrics = await dispatcher.compute_metrics(groups)
+        await dispatcher.close()
+        return metrics
+
+    assert asyncio.run(run())["rollout/open_sessions"] == 3
 
 
 def test_workflows_go_on_while_work_runs_in_a_thread():

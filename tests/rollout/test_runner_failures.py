@@ -398,7 +398,7 @@ async def test_late_calls_are_refused_and_counted():
     trajectory = await run(workflow, judge, service=service)
     assert (trajectory.reward, len(trajectory.turns), outcomes) == (1.0, 1, ["refused"])
     bound = service.open(seed=0)
-    service.close(bound)
+    bound.close()
     with pytest.raises(openai.AuthenticationError):
         await call_model(bound.model)
     assert service.recorder.compute_stats()["rollout/num_late_calls"] == 2

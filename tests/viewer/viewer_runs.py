@@ -8,7 +8,7 @@ from pathlib import Path
 from tunesmith.experience.step_files import JSON_STEPS, StepFiles
 from tunesmith.experience.store import ROLLOUT_STEPS, save_rollouts
 from tunesmith.model.pocket import build_pocket_tokenizer
-from tunesmith.monitor.metrics_file import MetricsFile
+from tunesmith.monitor.metrics_file import append_metrics
 from tunesmith.storage import DONE, RunPaths, save_json, save_text
 from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
 
@@ -79,16 +79,15 @@ def write_run(root: Path, *, num_groups: int = 2, has_merged: bool = True) -> Pa
     root.mkdir(parents=True)
     config = f"name: {root.name}\ntotal_steps: {NUM_STEPS}\nmodel: {{path: pocket}}\n"
     save_text(paths.config, f"{config}algorithm: {{algorithm_type: grpo}}\n")
-    metrics = MetricsFile(paths.metrics, committed_step=None)
     for step in range(1, NUM_STEPS + 1):
         write_step(paths, step, num_groups=num_groups)
-        metrics.append(
+        append_metrics(
+            paths.metrics,
             step,
             "train",
             {"rollout/reward_mean": step / 10, "train/loss": float("nan") if step == 2 else 1.0, "perf/step_s": 2.0},
         )
-    metrics.append(NUM_STEPS, "eval", {"eval/test/reward": 0.5, "perf/evaluation_s": 1.5})
-    metrics.close()
+    append_metrics(paths.metrics, NUM_STEPS, "eval", {"eval/test/reward": 0.5, "perf/evaluation_s": 1.5})
     if has_merged:
         StepFiles(paths.rollouts(0).parent, ROLLOUT_STEPS).merge(committed_step=2, steps_per_file=2)
         StepFiles(paths.selection(0).parent, JSON_STEPS).merge(committed_step=2, steps_per_file=2)

@@ -71,7 +71,8 @@ def open_ranks(place: RankInfo, *, device: torch.device, timeout_s: float) -> It
         if not is_cuda:  # NCCL would wait for collectives that no other rank joins; the process is about to end
             dist.destroy_process_group()
         raise
-    dist.barrier(group=objects)  # no rank closes its connections while another still reads
+    with rank_errors():
+        dist.barrier(group=objects)  # no rank closes its connections while another still reads
     dist.destroy_process_group()
 
 

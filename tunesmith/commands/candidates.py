@@ -42,7 +42,7 @@ from tunesmith.rollout.service import BoundModel, ExternalModel, ModelProvider
 from tunesmith.rollout.statistics import describe_failures
 from tunesmith.runs.policy import BuildModel, LoadedModel, check_auxiliary, load_auxiliary, load_policy
 from tunesmith.tasks.load import load_tasks
-from tunesmith.types import Engine, Sampling, Task, Trajectory, Turn
+from tunesmith.types import Engine, Sampling, Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,9 +224,6 @@ class MeasuredModel:
         bound = self._provider.open(seed=seed, order=order, sampling=sampling)
         CURRENT_USAGE.set(RolloutUsage(session=bound.session if isinstance(bound.session, Session) else None))
         return bound
-
-    def close(self, bound: BoundModel) -> tuple[Turn, ...]:
-        return self._provider.close(bound)
 
 
 @contextlib.contextmanager

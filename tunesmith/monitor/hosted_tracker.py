@@ -8,11 +8,12 @@ steps that a killed run logged after its last commit are not overwritten.
 from __future__ import annotations
 
 import importlib
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
 from tunesmith.errors import ConfigError
-from tunesmith.monitor.tracker import TrackedRun, choose_run_id
+from tunesmith.monitor.tracker import TrackedRun
 from tunesmith.storage import RunPaths, storage_errors
 
 
@@ -33,11 +34,13 @@ class HostedTracker:
             options = {"log_dir": str(folder), "settings": library.Settings(terminal=terminal)}
         with storage_errors(folder, "write"):
             folder.mkdir(parents=True, exist_ok=True)
+        run_id = run.load_id(name) or secrets.token_hex(8)
+        run.save_id(name, run_id)
         try:
             self._run = library.init(
                 project=run.project,
                 name=run.name,
-                id=choose_run_id(run.root, name, is_resumed=run.committed_step is not None),
+                id=run_id,
                 resume="allow",
                 config=dict(run.settings),
                 **options,

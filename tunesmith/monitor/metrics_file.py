@@ -7,46 +7,36 @@ the file as series of numbers by name: once, and then only the lines that were a
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 
 from tunesmith.errors import StorageError
 from tunesmith.monitor.metric_table import MetricTable
-from tunesmith.storage import append_whole, open_atomic, parse_json_line, storage_errors
+from tunesmith.storage import append_json_lines, encode_json_line, open_atomic, parse_json_line, storage_errors
 
 Kind = Literal["train", "eval"]
 KINDS: tuple[Kind, ...] = ("train", "eval")
 
 
-class MetricsFile:
-    """Appends to metrics.jsonl, after removing lines past the last commit (all lines if there is none)."""
+def trim_metrics(path: Path, *, committed_step: int | None) -> None:
+    """Remove the lines past the last commit; all lines if there is none."""
+    kept = [] if committed_step is None else [r for r in load_metrics(path) if r["step"] <= committed_step]
+    with open_atomic(path) as file:
+        file.write(b"".join(map(encode_json_line, kept)))
 
-    def __init__(self, path: Path, *, committed_step: int | None) -> None:
-        self._path = path
-        kept = [] if committed_step is None else [r for r in load_metrics(path) if r["step"] <= committed_step]
-        with open_atomic(path) as file:
-            file.write("".join(format_line(record) for record in kept).encode())
-        with storage_errors(path, "write"):
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
 
-    def append(self, step: int, kind: Kind, metrics: Mapping[str, float]) -> None:
-        finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-        line = format_line({"step": step, "kind": kind} | finite).encode()
-        with storage_errors(self._path, "write"):
-            append_whole(self._descriptor, line, path=self._path)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
+def append_metrics(path: Path, step: int, kind: Kind, metrics: Mapping[str, float]) -> None:
+    finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+    append_json_lines(path, {"step": step, "kind": kind} | finite)
 
 
 def load_metrics(path: Path) -> list[dict[str, Any]]:
@@ -54,12 +44,17 @@ def load_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     with storage_errors(path, "read"), path.open("rb") as file:
-        whole = takewhile(lambda line: line.endswith(b"\n"), file)  # an interrupted write leaves a part of a line
-        return [parse_json_line(line, path=path, number=number) for number, line in enumerate(whole, start=1)]
+        return [record for record, _ in read_records(file, path=path)]
 
 
-def format_line(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, allow_nan=False) + "\n"
+def read_records(file: IO[bytes], *, path: Path, first: int = 1) -> Iterator[tuple[dict[str, Any], int]]:
+    """The records of the lines from line `first` on, each with the number of bytes of its line."""
+    whole = takewhile(lambda line: line.endswith(b"\n"), file)  # a line is being written, or its write was interrupted
+    for number, line in enumerate(whole, start=first):
+        record = parse_json_line(line, path=path, number=number)
+        if not isinstance(record, dict) or record.get("kind") not in KINDS or type(record.get("step")) is not int:
+            raise StorageError(f"cannot read {path}: line {number} is not a record of metrics")
+        yield record, len(line)
 
 
 RECENT_SHARE = 5
@@ -185,28 +180,21 @@ class MetricsLog:
         if not self._path.exists():
             return
         with storage_errors(self._path, "read"), self._path.open("rb") as file:
-            stat = self._path.stat()
+            stat = os.fstat(file.fileno())  # of this file, which a resumed run may replace now
             if stat.st_ino != self._inode or stat.st_size < self.size:
                 self._clear()
                 self._inode = stat.st_ino
             file.seek(self.size)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return  # it is being written
-                number = sum(map(len, self._steps.values())) + 1
-                record = parse_json_line(line, path=self._path, number=number)
-                try:
-                    self._add(record)
-                except (KeyError, TypeError) as error:
-                    message = f"cannot read {self._path}: line {number} is not a record of metrics"
-                    raise StorageError(message) from error
-                self.size += len(line)
+            num_read = sum(map(len, self._steps.values()))
+            for record, num_bytes in read_records(file, path=self._path, first=num_read + 1):
+                self._add(record)
+                self.size += num_bytes
 
     def _add(self, record: Mapping[str, Any]) -> None:
         step, kind = record["step"], record["kind"]
         self._steps[kind].append(step)
         for name, value in record.items():
-            if not isinstance(value, str) and name not in ("step", "kind"):
+            if (value is None or isinstance(value, int | float)) and name not in ("step", "kind"):
                 steps, values = self._columns[kind][name]
                 steps.append(step)
                 values.append(math.nan if value is None else value)

@@ -17,7 +17,7 @@ from mlflow import MlflowClient, MlflowException
 from mlflow.entities import Metric, Param
 
 from tunesmith.errors import ConfigError
-from tunesmith.monitor.tracker import TrackedRun, load_run_id, save_run_id
+from tunesmith.monitor.tracker import TrackedRun
 
 ILLEGAL = re.compile(r"[^\w\-. :/]")
 MAX_METRICS_PER_CALL = 1000
@@ -33,7 +33,7 @@ class MlflowTracker:
     def __init__(self, run: TrackedRun, name: str) -> None:
         self._pending: list[Metric] = []
         self._last_steps: dict[str, int] = {}
-        saved = load_run_id(run.root, name) if run.committed_step is not None else None
+        saved = run.load_id(name)
         try:
             self._client = MlflowClient()
             self._run_id = self._create_run(run) if saved is None else self._resume_run(saved)
@@ -67,7 +67,7 @@ class MlflowTracker:
         params = [Param(name_metric(key), value[:MAX_PARAM_CHARS]) for key, value in run.settings.items()]
         for start in range(0, len(params), MAX_PARAMS_PER_CALL):
             self._client.log_batch(run_id, params=params[start : start + MAX_PARAMS_PER_CALL])
-        save_run_id(run.root, "mlflow", run_id)
+        run.save_id("mlflow", run_id)
         return run_id
 
     def _resume_run(self, run_id: str) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
 from tunesmith.config import MonitorSection
 from tunesmith.monitor.console import ConsoleProgress
-from tunesmith.monitor.metrics_file import Kind, MetricsFile
-from tunesmith.monitor.tracker import TrackedRun, build_trackers, check_trackers, flatten
+from tunesmith.monitor.metrics_file import Kind, append_metrics, trim_metrics
+from tunesmith.monitor.tracker import TrackedRun, build_trackers, flatten
 from tunesmith.storage import RunPaths
 
 
@@ -29,8 +30,8 @@ class Monitor:
         run_settings: Mapping[str, Any] | None = None,
         stream: IO[str] | None = None,
     ) -> None:
-        check_trackers(settings.trackers)
-        self._file = MetricsFile(RunPaths(root).metrics, committed_step=committed_step)
+        self._path = RunPaths(root).metrics
+        trim_metrics(self._path, committed_step=committed_step)
         flat = {key: str(value) for key, value in flatten(run_settings or {}).items()}
         run = TrackedRun(root=root, committed_step=committed_step, settings=flat)
         self._trackers = build_trackers(settings.trackers, run)
@@ -45,7 +46,7 @@ class Monitor:
 
     def log(self, step: int, kind: Kind, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a training step or of an evaluation after it."""
-        self._file.append(step, kind, metrics)
+        append_metrics(self._path, step, kind, metrics)
         for tracker in self._trackers:
             tracker.log(step, metrics)
         if kind == "train":
@@ -61,11 +62,11 @@ class Monitor:
         self._console.show_line(text)
 
     def close(self, *, is_failed: bool = False) -> None:
-        """Close the console, the trackers with the outcome of the run, and metrics.jsonl."""
-        self._console.close()
-        for tracker in self._trackers:
-            tracker.close(is_failed=is_failed)
-        self._file.close()
+        """Close the console, and the trackers with the outcome of the run, each also if another one fails."""
+        with ExitStack() as closing:
+            for tracker in reversed(self._trackers):
+                closing.callback(tracker.close, is_failed=is_failed)
+            closing.callback(self._console.close)
 
     def __enter__(self) -> Monitor:
         return self

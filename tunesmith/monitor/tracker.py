@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +45,17 @@ class TrackedRun:
     def name(self) -> str:
         return self.root.absolute().name
 
+    def load_id(self, tracker: str) -> str | None:
+        """The saved id in this tracker; None for a new run, and for one that has not used it."""
+        path = RunPaths(self.root).tracker_id(tracker)
+        if self.committed_step is None or not path.exists():
+            return None
+        with storage_errors(path, "read"):
+            return path.read_text(encoding="utf-8").strip() or None
+
+    def save_id(self, tracker: str, run_id: str) -> None:
+        save_text(RunPaths(self.root).tracker_id(tracker), f"{run_id}\n")
+
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested mappings to dotted keys; an empty mapping stays a value."""
@@ -56,29 +66,6 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def load_run_id(root: Path, tracker: str) -> str | None:
-    """The saved id, None if the run has not used this tracker."""
-    path = RunPaths(root).tracker_id(tracker)
-    if not path.exists():
-        return None
-    with storage_errors(path, "read"):
-        return path.read_text(encoding="utf-8").strip() or None
-
-
-def save_run_id(root: Path, tracker: str, run_id: str) -> None:
-    save_text(RunPaths(root).tracker_id(tracker), f"{run_id}\n")
-
-
-def choose_run_id(root: Path, tracker: str, *, is_resumed: bool) -> str:
-    """The saved id if the run is resumed and has one, else a new id, which is saved."""
-    saved = load_run_id(root, tracker) if is_resumed else None
-    if saved is not None:
-        return saved
-    run_id = secrets.token_hex(8)
-    save_run_id(root, tracker, run_id)
-    return run_id
 
 
 TRACKERS: Mapping[str, str] = {

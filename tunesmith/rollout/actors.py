@@ -29,7 +29,7 @@ class Actors:
     max_concurrency: int
     """Rollouts that run at a time."""
     branching: Branching | None = None
-    """How the groups whose requests say so branch."""
+    """How rollouts of a group that is trained branch; None: all of them start from the task."""
     http_port: int | None = None
     """Port of the policy's HTTP server while workflows run; auxiliary models use free ports. None: in process only."""
     max_body_bytes: int = 8 * 2**20

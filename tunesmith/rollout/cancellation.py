@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Awaitable, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
@@ -14,3 +16,12 @@ async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
         each.cancel()
     if pending:
         await asyncio.wait(pending)
+
+
+async def gather_all(work: Iterable[Awaitable[T]]) -> list[T]:
+    """The results, in order. Nothing runs on if one of them fails or this is cancelled."""
+    running = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*running)
+    finally:
+        await cancel_all(running)

@@ -28,18 +28,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.errors import RolloutError
 from tunesmith.experience.batch import Batch
 from tunesmith.experience.finished_group import FinishedGroup
 from tunesmith.experience.replay import compute_staleness
 from tunesmith.rollout.actors import Actors
-from tunesmith.rollout.branching.tree import Branching
-from tunesmith.rollout.cancellation import cancel_all
+from tunesmith.rollout.branching.stats import BranchingStats
+from tunesmith.rollout.cancellation import gather_all
 from tunesmith.rollout.group import GroupRequest
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.seeds import derive_seed
@@ -62,12 +61,14 @@ class DispatchPlan:
     max_staleness: int = 0
     baseline_sampling: Sampling | None = None
     """Sampling of one more rollout of each task, whose reward is the group's baseline; None makes no such rollout."""
-    branching: Branching | None = None
-    """How rollouts of a group branch; None: all of them start from the task."""
     is_balanced: bool = False
     """As `rollout.assignment: balanced`."""
     max_concurrency: int = 1
     """Rollouts of a worker at a time, which bound the groups that it gets if groups are balanced."""
+
+
+NO_TRAINING = DispatchPlan(seed=0, group_size=0, batch_size=0, total_steps=0)
+"""Groups are evaluated only."""
 
 
 class Dispatcher:
@@ -77,18 +78,16 @@ class Dispatcher:
         self,
         workers: Sequence[Worker],
         feed: TaskFeed | None = None,
-        plan: DispatchPlan | None = None,
+        plan: DispatchPlan = NO_TRAINING,
         *,
-        send_weights: Callable[[], None] | None = None,
-        thread: WorkThread | NoThread | None = None,
+        send_weights: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """`feed` and `plan`: of a training run; without them groups are evaluated only. `send_weights` sends the
-        current weights to workers that sample on ranks of their own; it is called in `thread`."""
+        current weights to workers that sample on ranks of their own."""
         self._workers = workers
         self._given_feed = feed
-        self._given_plan = plan
+        self._plan = plan
         self._send_weights = send_weights
-        self._thread = thread or NoThread()
         self._waiting: list[GroupRequest] = []
         """Groups that no worker has room for, in order."""
         self._index_of: dict[int, int] = {}
@@ -112,11 +111,6 @@ class Dispatcher:
     def _feed(self) -> TaskFeed:
         assert self._given_feed is not None, "a dispatcher without tasks evaluates only"
         return self._given_feed
-
-    @property
-    def _plan(self) -> DispatchPlan:
-        assert self._given_plan is not None, "a dispatcher without a plan evaluates only"
-        return self._given_plan
 
     @property
     def max_staleness(self) -> int:
@@ -172,15 +166,11 @@ class Dispatcher:
         self._progress.num_expected = self._progress.num_done + sum(request.size for request in requests)
         # also where training groups go to whoever has room: an evaluation must not depend on which worker is faster
         parts = [requests[first :: len(self._workers)] for first in range(len(self._workers))]
-        running = [
-            asyncio.ensure_future(worker.evaluate(part, policy_version=policy_version))
+        found = await gather_all(
+            worker.evaluate(part, policy_version=policy_version)
             for worker, part in zip(self._workers, parts, strict=True)
             if part
-        ]
-        try:
-            found = await asyncio.gather(*running)
-        finally:
-            await cancel_all(running)
+        )
         # the workers have paused their engines, so the next step has to set the version even if it is the same
         self._sampled_version = None
         groups = [found[index % len(self._workers)][index // len(self._workers)] for index in range(len(requests))]
@@ -222,11 +212,11 @@ class Dispatcher:
             metrics[name] = total / len(counted) if name.startswith("perf/") else total  # times as means
         if self._plan.baseline_sampling is not None:
             metrics |= compute_baseline_metrics(groups)
-        if self._plan.branching is not None:
-            stats = self._plan.branching.stats
-            for each in counted:
-                if each.branching is not None:
-                    stats.add(each.branching)
+        branched = [each.branching for each in counted if each.branching is not None]
+        if branched:
+            stats = BranchingStats()
+            for part in branched:
+                stats.add(part)
             metrics |= stats.compute()
         if self._send_weights is not None:
             weights_s, self._weights_s = self._weights_s, 0.0
@@ -266,13 +256,13 @@ class Dispatcher:
 
     def state_dict(self) -> dict[str, Any]:
         """The tasks in flight, which run again when the run is resumed; their rollouts are not saved."""
-        if not self._plan.max_staleness:
+        if not self.max_staleness:
             return {}
         indices = [self._index_of[number] for number in sorted(self._index_of)]
         return {"in_flight": {"num_started": self._num_started, "tasks": indices + self._feed.requeued}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._plan.max_staleness:
+        if self.max_staleness:
             self._num_started = state["in_flight"]["num_started"]
             self._counts["requeued_tasks"] = len(state["in_flight"]["tasks"])
             self._feed.requeue(state["in_flight"]["tasks"])
@@ -285,8 +275,7 @@ class Dispatcher:
 
     async def close(self) -> int:
         """Cancel what runs; returns the number of groups in flight that a resumed run starts again."""
-        plan = self._given_plan
-        num_cancelled = self.num_in_flight if plan is not None and plan.max_staleness else 0
+        num_cancelled = self.num_in_flight if self.max_staleness else 0
         self._index_of.clear()
         self._waiting.clear()
         for worker in self._workers:
@@ -296,25 +285,18 @@ class Dispatcher:
     async def _open(self, progress: RolloutProgress | None) -> None:
         self._progress = progress or RolloutProgress()
         for worker in self._workers:
-            await worker.open()
-            worker.progress = self._progress
-            worker.on_change = self._note_change
+            await worker.open(self._progress, self._note_change)
 
     async def _set_version(self, policy_version: int) -> list[int]:
         """Let workers sample with this version; returns the numbers of the groups that were dropped."""
         started = time.perf_counter()
         is_sending = self._send_weights is not None and policy_version != self._sent_version
         # sending is a collective in which the workers take part once they have their message, so neither comes first
-        work: list[asyncio.Future[Any]] = [
-            asyncio.ensure_future(worker.set_version(policy_version)) for worker in self._workers
-        ]
+        work: list[Awaitable[Any]] = [worker.set_version(policy_version) for worker in self._workers]
         if is_sending:
             assert self._send_weights is not None
-            work.append(asyncio.ensure_future(self._thread.run(self._send_weights)))
-        try:
-            answers = await asyncio.gather(*work)
-        finally:
-            await cancel_all(work)
+            work.append(self._send_weights())
+        answers = await gather_all(work)
         if is_sending:
             self._sent_version = policy_version
             self._weights_s += time.perf_counter() - started
@@ -335,7 +317,6 @@ class Dispatcher:
                     seed=(plan.seed, "in flight", number)
                     if plan.max_staleness
                     else (derive_seed(plan.seed, "refill", round_index) if round_index else plan.seed, step, position),
-                    has_branches=plan.branching is not None,
                 )
             )
             self._index_of[number] = index
@@ -438,7 +419,6 @@ class Dispatcher:
                     size=1,
                     seed=(derive_seed(seed, "baseline"), *place),
                     sampling=self._plan.baseline_sampling,
-                    has_branches=False,
                     is_trained=False,
                 )
             )

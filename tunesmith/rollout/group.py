@@ -31,10 +31,8 @@ class GroupRequest:
     of its groups, `(seed, "in flight", number)` where groups outlast a step."""
     sampling: Sampling | None = None
     """None: that of the run."""
-    has_branches: bool = False
-    """Whether its rollouts branch, as `rollout.branching`."""
     is_trained: bool = True
-    """False: it is a baseline or an evaluation."""
+    """False: it is a baseline or an evaluation, whose rollouts never branch."""
 
     @property
     def index(self) -> int:

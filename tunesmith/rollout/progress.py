@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from tunesmith.types import Trajectory
 
+Show = Callable[[str], None]
+"""Shows a text on a status line."""
 
-class StatusLine(Protocol):
-    """Shows progress."""
 
-    def show_status(self, text: str) -> None: ...
+def show_nothing(text: str) -> None:
+    """There is no status line."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RolloutProgress:
     """Finished trajectories of one phase."""
 
-    status: StatusLine | None = None
+    show: Show = show_nothing
     name: str = "rollouts"
     """What the status line calls them."""
     finished: list[Trajectory] = field(default_factory=list)
@@ -32,10 +32,4 @@ class RolloutProgress:
         self.num_done += len(trajectories)
         if is_kept:
             self.finished += trajectories
-        if self.status is not None:
-            self.status.show_status(f"{self.num_done}/{self.num_expected} {self.name}")
-
-    def show(self, text: str) -> None:
-        """Show what follows the rollouts."""
-        if self.status is not None:
-            self.status.show_status(text)
+        self.show(f"{self.num_done}/{self.num_expected} {self.name}")

@@ -127,16 +127,15 @@ async def run_trajectory(
     order: tuple[int, ...] = (),
     sampling: Sampling | None = None,
     watchdog: EventLoopWatchdog | None = None,
-    record: RolloutRecord | None = None,
     prepare: Callable[[RecordedCalls], None] | None = None,
     gate: asyncio.Event | None = None,
 ) -> Trajectory:
     """Run the agent; `seed` determines what its models sample, `order` its position in the engine's queue.
 
     It runs again, in new sessions, if its worker in another process is lost. `prepare` receives each session before its
-    first call. With a `record`, which `prepare` gives the session, the calls are recorded so that branches can replay
-    them; if it has a branch point, the rollout is such a branch. The calls of all of its sessions, those of auxiliary
-    models too, wait while `gate` is not set.
+    first call. With a `record`, the calls are recorded so that branches can replay them; if it has a branch point, the
+    rollout is such a branch. The calls of all of its sessions, those of auxiliary models too, wait while `gate` is not
+    set.
 
     The watchdog sums up the time that user code blocks the loop. All rollouts of a phase share one; by default the
     rollout creates its own.
@@ -148,6 +147,7 @@ async def run_trajectory(
         bound = model.open(seed=seed_of_attempt, order=order, sampling=sampling)
         if prepare is not None and bound.session is not None:
             prepare(bound.session)
+        record = None if bound.session is None else bound.session.record
         auxiliary = {
             name: source.open(seed=derive_seed(seed_of_attempt, name), order=order)
             for name, source in auxiliary_models.items()
@@ -156,13 +156,12 @@ async def run_trajectory(
             if isinstance(each.session, Session):
                 each.session.gate = gate
         run = _Run(task=task, agent=agent, bound=bound, auxiliary=auxiliary, watchdog=watchdog)
-        turns: tuple[Turn, ...] = ()
         try:
             outcome = await _run_until_deadline(run)
         finally:
-            turns = model.close(bound)
-            for name, bound_auxiliary in auxiliary.items():
-                auxiliary_models[name].close(bound_auxiliary)
+            turns = bound.close()
+            for each in auxiliary.values():
+                each.close()
         if not outcome.is_lost or attempt == agent.max_attempts or record is not None:
             break
         agent.logger.warning(

@@ -1,4 +1,4 @@
-"""Model providers: they create the model object that a workflow receives, bound to one trajectory.
+"""Model providers: they open the model object that a workflow receives, bound to one trajectory.
 
 A `ModelService` serves one engine through the OpenAI-compatible endpoint; its models have a client that reaches the
 endpoint in process. The HTTP client is created once and shared, so a trajectory costs only a key and a shallow copy of
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from tunesmith.chat.renderer import Renderer
@@ -19,7 +20,7 @@ from tunesmith.rollout.openai_server.app import EndpointApp
 from tunesmith.rollout.openai_server.asgi_transport import InProcessClients
 from tunesmith.rollout.openai_server.client import InProcessClient
 from tunesmith.rollout.openai_server.endpoint import ChatEndpoint
-from tunesmith.rollout.recording.recorder import Recorder, Session
+from tunesmith.rollout.recording.recorder import Recorder
 from tunesmith.rollout.recording.replay import RolloutRecord
 from tunesmith.types import Engine, Sampling, Turn
 
@@ -51,14 +52,14 @@ class BoundModel:
     model: Any
     session: RecordedCalls | None
     """None for external models, whose calls are not recorded."""
+    close: Callable[[], tuple[Turn, ...]] = tuple
+    """Ends the session and returns its turns."""
 
 
 class ModelProvider(Protocol):
-    """Creates and releases the models of trajectories."""
+    """Opens the models of trajectories."""
 
     def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel: ...
-
-    def close(self, bound: BoundModel) -> tuple[Turn, ...]: ...
 
 
 class ExternalModel:
@@ -70,9 +71,6 @@ class ExternalModel:
     def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel:
         return BoundModel(model=self._model, session=None)
 
-    def close(self, bound: BoundModel) -> tuple[Turn, ...]:
-        return ()
-
 
 class UnrecordedModel:
     """The model of a service for calls that are not trained: the policy as its own opponent."""
@@ -82,9 +80,6 @@ class UnrecordedModel:
 
     def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel:
         return self._service.open(seed=seed, order=order, sampling=sampling, is_recorded=False)
-
-    def close(self, bound: BoundModel) -> tuple[Turn, ...]:
-        return self._service.close(bound)
 
 
 class ModelService:
@@ -152,12 +147,8 @@ class ModelService:
             http_client=self._http_client,
             in_process=self._clients,
         )
-        return BoundModel(model=self._build_model(endpoint), session=session)
-
-    def close(self, bound: BoundModel) -> tuple[Turn, ...]:
-        """Close the session and return its turns."""
-        assert isinstance(bound.session, Session)
-        return self.recorder.close_session(bound.session.key)
+        close = partial(self.recorder.close_session, session.key)
+        return BoundModel(model=self._build_model(endpoint), session=session, close=close)
 
     @contextlib.asynccontextmanager
     async def serve(self, *, port: int = 0, max_body_bytes: int | None = None) -> AsyncIterator[str]:

@@ -53,12 +53,11 @@ class BlockedTime:
 
 
 class EventLoopWatchdog:
-    """Watches the event loop of the thread that creates it."""
+    """Watches the event loop of a thread."""
 
     def __init__(self, logger: logging.Logger, limit_s: float) -> None:
         self._logger = logger
         self._limit_s = limit_s
-        self._thread_id = threading.get_ident()
         self._event: FrameType | None = None
         self._event_seen_at = 0.0
         self._blocking_line: str | None = None
@@ -106,25 +105,27 @@ class EventLoopWatchdog:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Self]:
-        """Within, a warning with the stack is logged when one event takes `limit_s` seconds; once per line."""
-        threading.Thread(target=self._watch, name="tunesmith-watchdog", daemon=True).start()
+        """Within, a warning with the stack is logged when one event of this thread takes `limit_s` seconds; once per
+        line."""
+        thread_id = threading.get_ident()
+        threading.Thread(target=self._watch, args=(thread_id,), name="tunesmith-watchdog", daemon=True).start()
         try:
             yield self
         finally:
             self._is_stopped.set()
 
-    def _watch(self) -> None:
+    def _watch(self, thread_id: int) -> None:
         while not self._is_stopped.wait(self._limit_s / 4):
-            self._look()  # a function, because its frames must not keep tensors alive until the next look
+            self._look(thread_id)  # a function, because its frames must not keep tensors alive until the next look
 
-    def _look(self) -> None:
+    def _look(self, thread_id: int) -> None:
         """Note the event that the loop is in; log the line of user code in it once the event has lasted for long.
 
         Nothing is logged outside of event handlers, because an engine steps while the loop itself waits in its
         selector, nor for imports that the program makes. Frames outside of the handler started the loop: they may be
         user code, but they do not block.
         """
-        frames = [entry for entry, _ in traceback.walk_stack(sys._current_frames().get(self._thread_id))]
+        frames = [entry for entry, _ in traceback.walk_stack(sys._current_frames().get(thread_id))]
         handler = next((index for index, entry in enumerate(frames) if entry.f_code is HANDLER), None)
         if handler is None or self._paused_at is not None:
             self._event = self._blocking_line = None

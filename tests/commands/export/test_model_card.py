@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tunesmith.commands.export.run import run_export
 from tunesmith.config import ExportSection, LoraSection, PreferenceConfig, RunConfig, SftConfig
 from tunesmith.model.checkpoint import save_checkpoint
 from tunesmith.model.load import load_model
-from tunesmith.monitor.metrics_file import MetricsFile
+from tunesmith.monitor.metrics_file import append_metrics
 from tunesmith.runs.load_config import build_section, dump_config
 from tunesmith.runs.record import RunRecord
 from tunesmith.storage import save_json
@@ -34,10 +35,9 @@ def save_run(root: Path) -> None:
     }
     root.mkdir()
     (root / "config.yaml").write_text(dump_config(build_section(RunConfig, values)), encoding="utf-8")
-    metrics = MetricsFile(root / "metrics.jsonl", committed_step=None)
+    metrics = partial(append_metrics, root / "metrics.jsonl")
     for step in range(1, 4):
-        metrics.append(step, "train", {"rollout/reward_mean": step / 8, "train/loss": 0.5, "perf/step_s": 9.0})
-    metrics.close()
+        metrics(step, "train", {"rollout/reward_mean": step / 8, "train/loss": 0.5, "perf/step_s": 9.0})
     for step in range(4):
         save_json(root / "eval" / f"step_{step:06d}.json", {"test": evaluate(num_right=step).to_json()})
     for step in (2, 3):
@@ -94,12 +94,11 @@ def test_the_card_of_a_fine_tuned_model_has_its_losses(tmp_path):
     }
     save_tiny("smollm", root / "model")
     (root / "config.yaml").write_text(dump_config(build_section(SftConfig, values)), encoding="utf-8")
-    metrics = MetricsFile(root / "metrics.jsonl", committed_step=None)
-    metrics.append(1, "train", {"train/loss": 2.0})
-    metrics.append(1, "eval", {"eval/loss": 1.25})
-    metrics.append(2, "train", {"train/loss": 1.0})
-    metrics.append(2, "eval", {"eval/loss": 1.5})
-    metrics.close()
+    metrics = partial(append_metrics, root / "metrics.jsonl")
+    metrics(1, "train", {"train/loss": 2.0})
+    metrics(1, "eval", {"eval/loss": 1.25})
+    metrics(2, "train", {"train/loss": 1.0})
+    metrics(2, "eval", {"eval/loss": 1.5})
     files = {path.name: path.stat().st_size for path in (root / "model").iterdir()}
     save_json(root / "model" / "DONE.json", {"step": 1, "files": files, "figures": {}})
     _, text = read_card(run_export(ExportSection(path=str(root)), out_dir=tmp_path / "out").hf / "README.md")

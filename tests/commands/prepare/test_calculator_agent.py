@@ -58,7 +58,7 @@ def run(*replies, template=QWEN25, build_model=None, max_tokens=2000, script=Non
     )
     bound = service.open(seed=1)
     output = asyncio.run(calculator_agent(task=dict(TASK), model=bound.model))
-    return output, service.close(bound), [tokenizer.decode(prompt) for prompt, _, _ in engine.requests]
+    return output, bound.close(), [tokenizer.decode(prompt) for prompt, _, _ in engine.requests]
 
 
 MODELS = [ChatModel]
@@ -193,4 +193,4 @@ def test_a_full_context_ends_the_rollout_with_its_text_so_far(room, num_turns):
     bound = service.open(seed=1)
     output = asyncio.run(calculator_agent(task=dict(TASK), model=bound.model))
     assert (output.metrics["tool_calls"], output.response.answer) == (num_turns, "")
-    assert len(service.close(bound)) == num_turns
+    assert len(bound.close()) == num_turns

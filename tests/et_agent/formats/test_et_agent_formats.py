@@ -93,6 +93,13 @@ def test_a_file_that_is_read_and_written_is_equal(tmp_path, name):
     assert read(copy, name) == FILES[name]
 
 
+@pytest.mark.parametrize("name", ["et_test", "et_rft"])
+def test_text_that_is_not_valid_unicode_is_written(tmp_path, name):
+    rows = [row | {"question" if name == "et_test" else "input": "\ud800"} for row in FILES[name]]
+    save_records(tmp_path / "file", rows, name)
+    assert load_records(tmp_path / "file", name) == rows
+
+
 def test_the_parquet_file_has_the_columns_of_the_original(tmp_path):
     table = pq.read_table(write(tmp_path, "et_rl"))
     assert table.column_names == ["data_source", "prompt", "ability", "reward_model", "extra_info", "metadata"]

@@ -73,7 +73,7 @@ async def run_branched(
 ) -> list[Group]:
     """`part`: of the groups that are started together, those that run here."""
     requests = build_requests(tasks, size=group_size, seed=seed, step=1)
-    requests = [replace(each, has_branches=branching is not None) for each in requests]
+    requests = [replace(each, is_trained=True) for each in requests]
     agent = Agent(workflow=workflow, timeout_s=TIMEOUT_S)
     model = service or build_service()
     actors = Actors(engine=None, model=model, agent=agent, max_concurrency=max_concurrency, branching=branching)

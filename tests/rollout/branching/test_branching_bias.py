@@ -33,7 +33,7 @@ def compute_logprob(logits: Tensor, a: int, b: int | None = None) -> Tensor:
 
 def build_group(choices, *, group_size, section, is_certain) -> tuple[list[Trajectory], set[tuple[int, int]]]:
     """The group in which rollout r samples `choices[r][t]` in turn t, and which of the choices were sampled."""
-    used = set()
+    used, ended = set(), {}
 
     async def run(run_index, record):
         turns = []
@@ -56,7 +56,7 @@ def build_group(choices, *, group_size, section, is_certain) -> tuple[list[Traje
             turns.append(turn)
             await asyncio.sleep(0)
         point = record.point
-        return Trajectory(
+        ended[run_index] = Trajectory(
             task=TASK,
             run_index=run_index,
             turns=tuple(turns),
@@ -68,7 +68,8 @@ def build_group(choices, *, group_size, section, is_certain) -> tuple[list[Traje
 
     branching = Branching(section=section, vocab_size=2)
     trees = GroupTrees(branching, group_size=group_size, seed=0, run=run)
-    return list(asyncio.run(trees.run()).trajectories), used
+    asyncio.run(trees.run())
+    return [ended[index] for index in range(group_size)], used
 
 
 def compute_expected_gradient(

@@ -38,5 +38,5 @@ async def create_completion(service: ModelService, messages=USER, **fields):
         if fields.get("stream"):
             completion = [chunk async for chunk in completion]
     finally:
-        turns = service.close(bound)
+        turns = bound.close()
     return completion, turns

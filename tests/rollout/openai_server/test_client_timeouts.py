@@ -59,7 +59,7 @@ async def test_a_call_ends_at_its_timeout(call, service):
     bound = service.open(seed=1)
     with pytest.raises((openai.APITimeoutError, httpx.ReadTimeout)):
         await call(bound.model)
-    (turn,) = service.close(bound)
+    (turn,) = bound.close()
     assert (turn.sampled_ids, turn.stop_reason) == ((30, 31), "cancelled")
 
 
@@ -69,7 +69,7 @@ async def test_a_call_of_the_anthropic_client_ends_at_its_timeout(service):
     client = bound.model.as_anthropic_client()
     with pytest.raises(anthropic.APITimeoutError):
         await client.messages.create(model="m", max_tokens=9, messages=USER, timeout=50)
-    assert [turn.stop_reason for turn in service.close(bound)] == ["cancelled"]
+    assert [turn.stop_reason for turn in bound.close()] == ["cancelled"]
 
 
 async def test_a_client_retries_after_its_timeout(service):
@@ -77,7 +77,7 @@ async def test_a_client_retries_after_its_timeout(service):
     client = bound.model.client.with_options(timeout=50, max_retries=1)
     completion = await client.chat.completions.create(model="m", messages=USER)
     assert completion.choices[0].message.content == "fine"
-    assert [turn.stop_reason for turn in service.close(bound)] == ["cancelled", "eos"]
+    assert [turn.stop_reason for turn in bound.close()] == ["cancelled", "eos"]
     assert service.recorder.compute_stats()["rollout/num_repeats"] == 1
 
 
@@ -85,4 +85,4 @@ async def test_a_call_without_a_timeout_waits(service):
     bound = service.open(seed=1)
     assert bound.model.client.timeout is None
     assert bound.model.client._client.timeout.read is None  # what other clients on the same transport take
-    service.close(bound)
+    bound.close()

@@ -23,7 +23,7 @@ async def complete(service: ModelService, **fields) -> tuple[openai.types.Comple
         if fields.get("stream"):
             completion = [chunk async for chunk in completion]
     finally:
-        turns = service.close(bound)
+        turns = bound.close()
     return completion, turns
 
 
@@ -134,6 +134,6 @@ async def test_a_closed_session_and_another_model_are_refused():
     bound = service.open(seed=1)
     with pytest.raises(openai.NotFoundError, match="serves 'm'"):
         await bound.model.client.completions.create(model="gpt", prompt="a")
-    service.close(bound)
+    bound.close()
     with pytest.raises(openai.AuthenticationError):
         await bound.model.client.completions.create(model="m", prompt="a")

@@ -41,7 +41,7 @@ async def test_a_reply_begins_with_the_last_message():
     service = build_service("is 4")
     bound = service.open(seed=1)
     choice = await ask(bound.model, USER, {"role": "assistant", "content": "2 + 2 "}, **CONTINUED)
-    (turn,) = service.close(bound)
+    (turn,) = bound.close()
     assert choice.message.content == "is 4"
     assert decode(turn.prompt_ids).endswith("<|im_start|>assistant\n2 + 2 ")
 
@@ -55,7 +55,7 @@ async def test_a_recorded_reply_is_continued_with_its_ids():
     await ask(bound.model, USER, {"role": "assistant", "content": text}, **CONTINUED)
     whole = {"role": "assistant", "content": text + "done"}
     await ask(bound.model, USER, whole, {"role": "user", "content": "more"})
-    one, two, three = service.close(bound)
+    one, two, three = bound.close()
     assert two.prompt_ids == one.prompt_ids + one.sampled_ids + tuple(TOKENIZER.encode(" seen "))
     assert three.prompt_ids[: len(two.prompt_ids + two.sampled_ids)] == two.prompt_ids + two.sampled_ids
 
@@ -71,7 +71,7 @@ async def test_a_stop_string_that_the_client_appends_is_not_repeated(is_stream):
     text = "".join(texts) if is_stream else reply.choices[0].message.content
     assert text == "a "
     await ask(bound.model, USER, {"role": "assistant", "content": text + "<stop> seen "}, **CONTINUED)
-    one, two = service.close(bound)
+    one, two = bound.close()
     assert two.prompt_ids == one.prompt_ids + one.sampled_ids + tuple(TOKENIZER.encode(" seen "))
 
 
@@ -80,7 +80,7 @@ async def test_a_text_without_the_sampled_stop_string_does_not_continue_the_repl
     bound = service.open(seed=1)
     await ask(bound.model, USER, stop=["<stop>"])
     await ask(bound.model, USER, {"role": "assistant", "content": "a  seen "}, **CONTINUED)
-    _, two = service.close(bound)
+    _, two = bound.close()
     assert decode(two.prompt_ids).endswith("assistant\na  seen ")
 
 
@@ -89,7 +89,7 @@ async def test_an_end_of_sequence_token_is_not_part_of_a_continued_reply():
     bound = service.open(seed=1)
     await ask(bound.model, USER)
     await ask(bound.model, USER, {"role": "assistant", "content": "I stop here"}, **CONTINUED)
-    one, two = service.close(bound)
+    one, two = bound.close()
     assert one.sampled_ids[-1] == TOKENIZER.eos_token_id
     assert two.prompt_ids == one.prompt_ids + one.sampled_ids[:-1] + tuple(TOKENIZER.encode(" here"))
 
@@ -102,7 +102,7 @@ async def test_the_longest_recorded_text_is_continued():
     await ask(bound.model, USER, {"role": "assistant", "content": "abc"}, **CONTINUED)
     other = {"role": "user", "content": "another conversation"}
     await ask(bound.model, other, {"role": "assistant", "content": "abc"}, **CONTINUED)
-    _, two, three, four = service.close(bound)
+    _, two, three, four = bound.close()
     assert three.prompt_ids == two.prompt_ids + two.sampled_ids[:-1] + tuple(TOKENIZER.encode("c"))
     assert decode(four.prompt_ids).endswith("assistant\nabc")
 
@@ -114,7 +114,7 @@ async def test_reasoning_stays_in_the_content_on_request():
     raw = await ask(bound.model, USER, separate_reasoning=False)
     assert raw.message.content == "<think>hm</think>\nyes"
     assert not hasattr(raw.message, "reasoning_content")
-    service.close(bound)
+    bound.close()
 
 
 async def test_a_streamed_reply_has_the_stop_string_too():
@@ -124,7 +124,7 @@ async def test_a_streamed_reply_has_the_stop_string_too():
         model="m", messages=[USER], stop=["<stop>"], stream=True, extra_body={"include_stop_str_in_output": True}
     )
     assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "a <stop>"
-    service.close(bound)
+    bound.close()
 
 
 @pytest.mark.parametrize(

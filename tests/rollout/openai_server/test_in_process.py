@@ -51,7 +51,7 @@ async def test_fast_path_and_transport_parse_messages_equally(messages):
             seen.append([request[0] for request in get_engine(service).requests])
         except (openai.BadRequestError, TypeError) as error:
             seen.append(type(error))
-        service.close(bound)
+        bound.close()
     assert seen[0] == seen[1] == seen[2]
 
 
@@ -60,7 +60,7 @@ async def test_messages_of_an_iterator_are_read():
     bound = service.open(seed=1)
     await bound.model.client.chat.completions.create(model="m", messages=iter([MESSAGE]))
     await bound.model.client.chat.completions.create(model="m", messages=[MESSAGE])
-    first, second = service.close(bound)
+    first, second = bound.close()
     assert first.prompt_ids == second.prompt_ids
 
 
@@ -78,7 +78,7 @@ async def test_in_place_changes_reach_the_next_request_of_that_session_only():
     texts = ["".join(service.recorder.renderer.format_token(i) for i in prompt) for prompt in prompts]
     assert ["bye" in text for text in texts] == ['"mul"' in text for text in texts] == [False, True, False]
     assert prompts[2] == prompts[0]
-    assert [len(service.close(bound)) for bound in bound_models] == [2, 1]
+    assert [len(bound.close()) for bound in bound_models] == [2, 1]
 
 
 async def test_closing_a_client_leaves_other_clients_open():

@@ -92,7 +92,7 @@ async def test_malformed_requests_get_a_4xx_status():
         )
         statuses[response.status_code] += 1
         assert bound.session.engine_error is None
-        service.close(bound)
+        bound.close()
     assert set(statuses) <= {200, 400, 404}
     assert min(statuses[200], statuses[400]) > 100
 
@@ -118,4 +118,4 @@ async def test_text_that_is_not_unicode_and_types_that_are_not_text_are_answered
     response = await service._http_client.post(f"http://x/v1/{route}", content=json.dumps(body), headers=headers)
     assert response.status_code == status
     assert answer in response.text
-    assert len(service.close(bound)) == (status == 200)
+    assert len(bound.close()) == (status == 200)

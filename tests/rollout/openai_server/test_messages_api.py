@@ -54,7 +54,7 @@ async def test_text_in_text_out():
     )
     assert [block.to_dict() for block in message.content] == [{"type": "text", "text": "fine"}]
     assert (message.role, message.stop_reason, message.stop_sequence) == ("assistant", "end_turn", None)
-    (turn,) = service.close(bound)
+    (turn,) = bound.close()
     assert "<|im_start|>system\nBe brief.<|im_end|>" in "".join(
         map(service.recorder.renderer.format_token, turn.prompt_ids)
     )
@@ -88,7 +88,7 @@ async def test_a_tool_conversation_is_one_sequence(stream, is_http):
         second = await ask(client, stream=stream, tools=TOOLS, messages=messages)
         assert second.content[0].text == "done"
         assert bound.session.num_extended == 1
-        one, two = service.close(bound)
+        one, two = bound.close()
         assert two.prompt_ids[: len(one.prompt_ids + one.sampled_ids)] == one.prompt_ids + one.sampled_ids
         assert counted.input_tokens == len(two.prompt_ids)
         assert [(t.prompt_ids, list(t.sampled_ids)) for t in (one, two)] == get_engine(service).ledger
@@ -156,7 +156,7 @@ async def test_fields_that_cannot_be_honoured_are_refused(fields, message):
     with pytest.raises(anthropic.BadRequestError, match=message) as caught:
         await ask(bound.model.as_anthropic_client(), **fields)
     assert caught.value.body["error"]["type"] == "invalid_request_error"
-    assert service.close(bound) == ()
+    assert bound.close() == ()
 
 
 async def test_a_message_that_starts_the_reply_is_a_chat_request_to_continue_it():
@@ -175,7 +175,7 @@ async def test_a_reply_continues_the_message_that_starts_it():
     message = await ask(bound.model.as_anthropic_client(), messages=[*USER, start])
     assert [block.text for block in message.content] == [" answer is 4"]
     counted = await bound.model.as_anthropic_client().messages.count_tokens(model="m", messages=[*USER, start])
-    (turn,) = service.close(bound)
+    (turn,) = bound.close()
     assert counted.input_tokens == len(turn.prompt_ids)
     assert "".join(map(service.recorder.renderer.format_token, turn.prompt_ids)).endswith("assistant\nThe")
 
@@ -236,5 +236,5 @@ async def test_the_tool_runner_of_the_sdk_continues_without_a_thread():
     runner = client.beta.messages.tool_runner(model="m", max_tokens=300, messages=USER, tools=[add])
     message = await runner.until_done()
     assert message.content[0].text == "fine"
-    first, second = service.close(bound)
+    first, second = bound.close()
     assert second.prompt_ids[: len(first.prompt_ids + first.sampled_ids)] == first.prompt_ids + first.sampled_ids

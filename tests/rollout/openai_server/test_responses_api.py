@@ -49,7 +49,7 @@ async def test_text_in_text_out():
     )
     assert response.output_text == "fine"
     assert (response.status, response.instructions, response.metadata) == ("completed", "Be brief.", {"a": "b"})
-    (turn,) = service.close(bound)
+    (turn,) = bound.close()
     text = "".join(map(service.recorder.renderer.format_token, turn.prompt_ids))
     assert "<|im_start|>system\nBe brief.<|im_end|>" in text
     assert (turn.distribution.temperature, get_engine(service).requests[0][1].max_tokens) == (0.5, 20)
@@ -81,7 +81,7 @@ async def test_a_tool_conversation_is_one_sequence(stream, is_stored):
         )
         assert third.output_text == "again"
     assert bound.session.num_extended == bound.session.num_calls - 1
-    turns = service.close(bound)
+    turns = bound.close()
     for before, after in pairwise(turns):
         whole = before.prompt_ids + before.sampled_ids
         assert after.prompt_ids[: len(whole)] == whole
@@ -96,7 +96,7 @@ async def test_text_after_a_streamed_call_stays_in_the_turn_of_the_call():
     result = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "42"}
     items = [USER[0], *(item.to_dict() for item in first.output), result]
     await respond(bound.model.client, input=items, tools=TOOLS)
-    before, after = service.close(bound)
+    before, after = bound.close()
     whole = before.prompt_ids + before.sampled_ids
     assert after.prompt_ids[: len(whole)] == whole
 
@@ -125,7 +125,7 @@ async def test_every_reasoning_of_a_streamed_reply_is_an_item_and_stays_in_its_t
     assert len({item.id for item in first.output}) == len(first.output)
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
     await respond(bound.model.client, input=[USER[0], *(item.to_dict() for item in first.output), result], tools=TOOLS)
-    before, after = service.close(bound)
+    before, after = bound.close()
     whole = before.prompt_ids + before.sampled_ids
     assert after.prompt_ids[: len(whole)] == whole
 
@@ -138,7 +138,7 @@ async def test_a_response_of_one_client_is_continued_by_another_over_http():
         async with openai.AsyncOpenAI(base_url=url, api_key=bound.session.key, max_retries=0) as client:
             second = await respond(client, input="more", previous_response_id=first.id)
         assert second.output_text == "again"
-        assert len(service.close(bound)) == 2
+        assert len(bound.close()) == 2
 
 
 async def test_events_come_in_the_order_of_the_api():
@@ -222,7 +222,7 @@ async def test_fields_that_cannot_be_honoured_are_refused(fields, message):
     bound = service.open(seed=1)
     with pytest.raises(openai.BadRequestError, match=message):
         await bound.model.client.responses.create(model="m", **({"input": "hi"} | fields))
-    assert service.close(bound) == ()
+    assert bound.close() == ()
 
 
 async def test_responses_are_stored_for_their_own_key_only():

@@ -185,7 +185,7 @@ async def test_seeds_depend_on_session_call_and_choice():
         bound = service.open(seed=session_seed)
         for fields in ({}, {}, {"seed": 5}, {"seed": 5}):
             await bound.model(USER, **fields)
-        service.close(bound)
+        bound.close()
         seeds.append([sampling.seed for _, sampling, _ in get_engine(service).requests[-4:]])
     assert seeds[0] == seeds[1]
     assert seeds[0][2] == seeds[0][3]
@@ -214,7 +214,7 @@ async def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(max_model_len
         await bound.model.client.chat.completions.create(model="m", messages=USER, stream=stream)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
     assert caught.value.body["type"] == "invalid_request_error"
-    assert service.close(bound) == ()
+    assert bound.close() == ()
     assert service.recorder.compute_stats()["rollout/num_overlong"] == 1
 
 
@@ -244,7 +244,7 @@ async def test_long_texts_are_tokenized_in_a_thread():
     completions = await asyncio.gather(*calls)
     counter.cancel()
     assert [completion.id.rpartition("-")[2] for completion in completions] == ["0", "1", "2"]
-    long, _, again = [turn.prompt_ids for turn in service.close(bound)]
+    long, _, again = [turn.prompt_ids for turn in bound.close()]
     expected = service.recorder.renderer.render(Prompt(messages=(Message(role="user", content=text),)))
     assert long == again == expected
     assert num_iterations > 20
@@ -342,7 +342,7 @@ async def test_another_model_is_not_found():
 async def test_unknown_and_closed_keys_are_refused():
     service = build_service("x")
     bound = service.open(seed=1)
-    service.close(bound)
+    bound.close()
     with pytest.raises(openai.AuthenticationError, match="no open trajectory"):
         await bound.model(USER)
     response = await service._http_client.post("http://x/v1/chat/completions", json={})
@@ -358,7 +358,7 @@ async def test_the_key_may_be_in_the_path():
     client = openai.AsyncOpenAI(base_url=url, api_key="whatever", http_client=service._http_client, max_retries=0)
     await client.chat.completions.create(model="m", messages=USER)
     assert [model.id for model in (await client.models.list()).data] == ["m"]
-    assert len(service.close(bound)) == 1
+    assert len(bound.close()) == 1
 
 
 async def test_malformed_bodies_are_refused():
@@ -398,7 +398,7 @@ async def test_an_engine_error_is_a_500_and_is_recorded():
     with pytest.raises(openai.InternalServerError, match="RuntimeError: out of memory"):
         await bound.model(USER)
     assert bound.session.engine_error == "RuntimeError: out of memory"
-    (turn,) = service.close(bound)
+    (turn,) = bound.close()
     assert (turn.sampled_ids, turn.stop_reason) == ((40,), "cancelled")
     assert get_engine(service).ledger[0][1] == [40]
 
@@ -438,5 +438,5 @@ async def test_fast_path_and_transport_return_equal_completions():
                 seen.append((type(error), error.body, error.status_code, error.body["message"] in error.message))
             except TypeError:
                 seen.append(TypeError)
-            service.close(bound)
+            bound.close()
         assert seen[0] == seen[1]

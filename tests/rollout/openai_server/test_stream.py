@@ -100,7 +100,7 @@ async def test_text_is_streamed_while_it_is_sampled():
             assert len(get_engine(service).ledger[0][1]) < num_tokens
             break
     await stream.close()
-    service.close(bound)
+    bound.close()
 
 
 async def test_streams_of_several_choices_interleave():
@@ -158,7 +158,7 @@ async def test_a_client_disconnect_cancels_its_request(transport, stream):
             request.cancel()
         await stopped.wait()
     ((_, sampled_ids),) = get_engine(service).ledger
-    (turn,) = service.close(bound)
+    (turn,) = bound.close()
     assert turn.stop_reason == "cancelled"
     assert turn.sampled_ids == tuple(sampled_ids)
     assert 3 <= len(sampled_ids) < 370
@@ -176,7 +176,7 @@ async def test_closing_a_session_cancels_calls_in_flight(stream):
 
     request = asyncio.ensure_future(consume())
     await begun.wait()
-    (turn,) = service.close(bound)
+    (turn,) = bound.close()
     assert turn.stop_reason == "cancelled"
     with pytest.raises(openai.APIError, match=r"no open trajectory|SessionClosed"):
         await request
@@ -194,7 +194,7 @@ async def test_completions_over_http():
             assert completion.choices[0].message.tool_calls[0].function.name == "add"
             stream = await client.chat.completions.create(model="m", messages=USER, tools=TOOLS, stream=True)
             assert join_chunks([chunk async for chunk in stream])["content"] == "both"
-        assert len(service.close(bound)) == 2
+        assert len(bound.close()) == 2
 
 
 @pytest.mark.parametrize(("waits", "expected"), [(False, "answer"), (True, None)])

@@ -220,7 +220,7 @@ def test_an_agent_with_a_json_schema_trains_without_mismatch() -> None:
             options = {"frequency_penalty": 0.4, **fields}
             reply = await client.chat.completions.create(model="m", messages=messages, **options)
             messages += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and?"}]
-        return Trajectory(task=TASK, run_index=index, turns=service.close(bound), reward=float(index % 2))
+        return Trajectory(task=TASK, run_index=index, turns=bound.close(), reward=float(index % 2))
 
     async def run_all() -> list[Trajectory]:
         return [await run(index) for index in range(4)]

@@ -44,7 +44,7 @@ async def run(*steps: Any, replies: tuple[str, ...], template: str = QWEN25) -> 
     bound = service.open(seed=1)
     for messages in steps:
         await bound.model.client.chat.completions.create(model="m", messages=list(messages), stop=[STOP])
-    turns = list(service.close(bound))
+    turns = list(bound.close())
     return turns, service.recorder.compute_stats()
 
 
@@ -106,7 +106,7 @@ async def test_what_was_sampled_after_the_stop_string_is_part_of_the_reply():
     bound = service.open(seed=1)
     for history in ([USER], [USER, reply(CALLED), RESULT], [USER, reply(CODE + STOP + " and"), RESULT]):
         await bound.model.client.chat.completions.create(model="m", messages=history, stop=[STOP])
-    one, two, three = service.close(bound)
+    one, two, three = bound.close()
     tokens = one.prompt_ids + one.sampled_ids
     assert read(one.sampled_ids).endswith(STOP + "\n")
     assert two.prompt_ids[: len(tokens)] == tokens

@@ -128,7 +128,7 @@ async def test_call_counters():
     await create_message(bound, [*history, USER])
     await create_message(bound, [*history, USER])
     await create_message(bound, [{"role": "system", "content": "new"}, *history, USER])
-    turns = service.close(bound)
+    turns = bound.close()
     assert [extends(turn, turns[0]) for turn in turns[1:]] == [True, True, False]
     assert service.recorder.compute_stats() == {
         "rollout/num_calls": 4, "rollout/num_extended": 2, "rollout/num_unextended": 0, "rollout/num_repeats": 1,
@@ -143,7 +143,7 @@ async def test_a_call_extends_the_longest_recorded_prefix():
     history = [USER]
     for _ in range(3):
         history += [await create_message(bound, history), USER]
-    turns = service.close(bound)
+    turns = bound.close()
     assert extends(turns[1], turns[0])
     assert extends(turns[2], turns[1])
 
@@ -154,7 +154,7 @@ async def test_calls_with_other_tools_start_a_branch():
     history = [USER, await create_message(bound, [USER], tools=TOOLS), USER]
     await create_message(bound, history, tools=TOOLS[:1])
     await create_message(bound, history, tools=TOOLS)
-    turns = service.close(bound)
+    turns = bound.close()
     assert [extends(turn, turns[0]) for turn in turns[1:]] == [False, True]
 
 
@@ -166,7 +166,7 @@ async def test_of_equal_replies_the_last_one_is_extended():
     await create_message(bound, [USER])
     reply = await create_message(bound, [USER])
     await create_message(bound, [USER, reply, USER])
-    turns = service.close(bound)
+    turns = bound.close()
     assert turns[0].sampled_ids != turns[1].sampled_ids
     assert extends(turns[2], turns[1])
     assert not extends(turns[2], turns[0])
@@ -179,7 +179,7 @@ async def test_truncated_replies_can_be_extended():
     stopped = await create_message(bound, [USER, short, USER], stop=["two"])
     assert stopped.content == "one "
     await create_message(bound, [USER, short, USER, stopped, USER])
-    turns = service.close(bound)
+    turns = bound.close()
     assert [turn.stop_reason for turn in turns] == ["length", "stop", "eos"]
     assert extends(turns[1], turns[0])
     assert extends(turns[2], turns[1])
@@ -193,7 +193,7 @@ async def test_sessions_are_independent():
     reply = await create_message(first, [USER])
     await create_message(second, [USER, reply, USER])
     assert second.session.num_extended == 0
-    assert len(service.close(first)) == len(service.close(second)) == 1
+    assert len(first.close()) == len(second.close()) == 1
 
 
 async def test_turns_are_in_order_of_arrival():
@@ -203,7 +203,7 @@ async def test_turns_are_in_order_of_arrival():
     service = build_service(script=script)
     bound = service.open(seed=1, order=(5,))
     await asyncio.gather(create_message(bound, [USER], max_tokens=9), create_message(bound, [USER, USER], max_tokens=2))
-    turns = service.close(bound)
+    turns = bound.close()
     assert [len(turn.sampled_ids) for turn in turns] == [9, 2]
     assert [order for *_, order in service.recorder.engine.requests] == [(5, 0, 0), (5, 1, 0)]
 
@@ -232,7 +232,7 @@ async def test_policy_versions_are_recorded():
     service.recorder.engine.policy_version = 4
     bound = service.open(seed=1)
     await create_message(bound, [USER], max_tokens=3)
-    (turn,) = service.close(bound)
+    (turn,) = bound.close()
     assert turn.policy_versions == (4, 4, 4)
 
 
@@ -343,7 +343,7 @@ async def test_every_sampled_token_is_recorded_once_and_trained_once(template, s
     service = build_service(script=build_random_script(template), template=template)
     bound = service.open(seed=seed)
     await run_agent(bound, random.Random(seed))
-    turns = service.close(bound)
+    turns = bound.close()
 
     sampled = Counter((prompt, tuple(ids)) for prompt, ids in service.recorder.engine.ledger if ids)
     assert Counter((turn.prompt_ids, turn.sampled_ids) for turn in turns) == sampled

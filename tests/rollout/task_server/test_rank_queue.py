@@ -104,7 +104,7 @@ async def test_a_worker_of_one_address_runs_the_tasks_of_both_ranks():
 async def test_a_worker_that_waits_receives_another_ranks_task():
     async with serve() as served:
         waiting = asyncio.create_task(served.take())
-        await until(lambda: served.queues[0]._polls)
+        await until(lambda: served.queues[0]._has_news._waiters)
         rollout = served.start(1)
         taken = await waiting
         await served.work(taken, 1.0)

@@ -94,7 +94,7 @@ async def test_a_worker_takes_a_task_calls_the_model_and_posts_a_reward():
 async def test_a_worker_that_waits_receives_the_next_task_and_then_learns_that_there_is_none():
     async with serve() as served:
         waiting = asyncio.create_task(served.take())
-        await until(lambda: served.queue._polls)
+        await until(lambda: served.queue._has_news._waiters)
         rollout = served.start()
         taken = await waiting
         assert (await served.client.get("/tasks/next", params={"wait_s": 0})).status_code == 204
@@ -106,7 +106,7 @@ async def test_a_worker_that_waits_receives_the_next_task_and_then_learns_that_t
 async def test_waiting_workers_learn_that_the_run_has_ended():
     async with serve() as served:
         waiting = asyncio.create_task(served.client.get("/tasks/next"))
-        await until(lambda: served.queue._polls)
+        await until(lambda: served.queue._has_news._waiters)
         served.queue.finish()
         reply = await waiting
     assert reply.status_code == 410
@@ -297,9 +297,9 @@ async def test_after_the_last_attempt_the_rollout_has_failed():
 async def test_a_worker_that_disconnects_while_it_waits_receives_no_task():
     async with serve() as served:
         waiting = asyncio.create_task(served.take("gone"))
-        await until(lambda: served.queue._polls)
+        await until(lambda: served.queue._has_news._waiters)
         waiting.cancel()
-        await until(lambda: not served.queue._polls)
+        await until(lambda: not served.queue._has_news._waiters)
         rollout = served.start()
         taken = await served.take("here")
         await served.call(taken)
@@ -388,7 +388,7 @@ async def test_requests_that_fit_nothing_are_refused_with_a_sentence():
 async def test_more_requests_than_the_limit_are_refused():
     async with serve(max_requests=1) as served:
         waiting = asyncio.create_task(served.client.get("/tasks/next"))
-        await until(lambda: served.queue._polls)
+        await until(lambda: served.queue._has_news._waiters)
         refused = await served.client.get("/health")
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"

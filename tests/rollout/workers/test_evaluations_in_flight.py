@@ -16,6 +16,7 @@ from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.group import GroupRequest, build_requests
+from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService, UnrecordedModel
 from tunesmith.rollout.workers.local import LocalWorker
@@ -47,6 +48,7 @@ async def evaluate_in_flight(
         ),
         max_staleness=1,
     )
+    await worker.open(RolloutProgress(), lambda: None)
     await worker.set_version(0)
     train = Task(task_id="train", index=0, row={"kind": "train"})
     worker.start([GroupRequest(number=0, task=train, size=1, seed=(1, "in flight", 0))])

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from chat_templates import QWEN25
-from conditions import HANG_S
+from conditions import HANG_S, until
 from fakes import FakeEngine, build_chat_tokenizer
 from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import RolloutError
@@ -99,13 +99,12 @@ async def test_sampling_can_be_overridden():
 
 @pytest.mark.anyio
 async def test_an_internal_error_cancels_all_runs():
-    class Broken:
-        def show_status(self, text):
-            raise AssertionError("ours")
+    def show(text):
+        raise AssertionError("ours")
 
     service = build_service()
     with pytest.raises(AssertionError, match="ours"):
-        await collect(service, progress=RolloutProgress(status=Broken()))
+        await collect(service, progress=RolloutProgress(show=show))
     assert service.recorder._sessions == {}
 
 
@@ -288,3 +287,30 @@ async def test_the_watchdog_does_not_report_imports_of_the_program(caplog, monke
         await asyncio.sleep(0.5)
     assert sys.modules.pop("slow_module")
     assert not caplog.records
+
+
+@pytest.mark.anyio
+async def test_a_runner_whose_end_is_cancelled_leaves_no_watchdog():
+    is_cleaning = asyncio.Event()
+
+    async def stubborn(task, model):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            is_cleaning.set()
+            await asyncio.sleep(0.2)
+
+    async def start_and_end() -> None:
+        agent = Agent(workflow=stubborn, timeout_s=60)
+        actors = Actors(engine=None, model=build_service(), agent=agent, max_concurrency=1)
+        async with GroupRunner(actors) as runner:
+            runner.start(build_requests(TASKS[:1], size=1, seed=0))
+            await asyncio.sleep(0.01)
+
+    before = set(threading.enumerate())
+    running = asyncio.create_task(start_and_end())
+    await is_cleaning.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await until(lambda: set(threading.enumerate()) <= before)

@@ -7,6 +7,7 @@ import random
 import socket
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 import hypothesis
 import pytest
@@ -89,8 +90,8 @@ class RankRun:
         ]
         self.feed = TaskFeed(build_tasks(), build_sequential([[0.0]] * NUM_TASKS, seed=0))
         self.thread = WorkThread() if plan.max_staleness else NoThread()
-        send_weights = self._send if has_weights else None
-        self.dispatcher = Dispatcher(workers, self.feed, plan, send_weights=send_weights, thread=self.thread)
+        send_weights = partial(self.thread.run, self._send) if has_weights else None
+        self.dispatcher = Dispatcher(workers, self.feed, plan, send_weights=send_weights)
         self.served, self.sampling = [], []
         for engine, pair in zip(self.engines, pairs, strict=True):
             link = Link(pair[1], timeout_s=timeout_s)
@@ -98,14 +99,16 @@ class RankRun:
                 build_local(workflow, engine, max_staleness=plan.max_staleness),
                 link,
                 sends_tokens=sends_tokens,
-                take_weights=self.taken_weights.append if has_weights else None,
-                thread=self.thread,
+                take_weights=self._take if has_weights else None,
             )
             self.served.append(served)
             self.sampling.append(asyncio.create_task(serve(served, link)))
 
     def _send(self) -> None:
         self.num_sent += 1
+
+    async def _take(self, num_weights: int) -> None:
+        await self.thread.run(partial(self.taken_weights.append, num_weights))
 
     async def drive(self, work, rng: random.Random):
         """Wait for work of the first rank while the others sample in random order."""
@@ -320,7 +323,7 @@ class Windows:
 
     def __init__(self, *finished: int) -> None:
         self.finished, self.window, self.num_windows, self.is_ended = list(finished), "idle", 0, False
-        self.progress, self.num_running, self.rank = RolloutProgress(), 1, 0
+        self.num_running, self.rank = 1, 0
 
     def begin_window(self) -> None:
         self.window, self.num_windows = "sampling", self.num_windows + 1
@@ -334,7 +337,9 @@ class Windows:
         self.on_change()
 
     def raise_error(self) -> None: ...
-    async def open(self) -> None: ...
+    async def open(self, progress, on_change) -> None:
+        self.on_change = on_change
+
     async def close(self) -> None: ...
     def start(self, requests) -> None: ...
     def pause(self) -> None: ...

@@ -10,13 +10,13 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tunesmith.chat.messages import MatchKey
 from tunesmith.commands.doctor.record import CheckFinding, Evidence, name_findings
 from tunesmith.config import RunConfig
-from tunesmith.rollout.actors import Actors
+from tunesmith.rollout.actors import Actors, serve_models
 from tunesmith.rollout.openai_server.completion import PendingChatCompletion, PendingTextCompletion
 from tunesmith.rollout.openai_server.endpoint import ChatEndpoint
 from tunesmith.rollout.openai_server.fields import ApiError
@@ -88,10 +88,7 @@ async def observe_rollout(
     )
     endpoint, sessions = service.endpoint, list[RecordedCalls]()
     assert isinstance(endpoint, LoggedEndpoint)
-    serving: contextlib.AbstractAsyncContextManager[Any] = contextlib.nullcontext()
-    if actors.http_port is not None:
-        serving = service.serve(port=actors.http_port, max_body_bytes=actors.max_body_bytes)
-    async with serving:
+    async with serve_models(replace(actors, service=service)):
         with BlockingLog().watching() as watchdog:
             trajectory = await run_trajectory(
                 task, 0, agent=actors.agent, model=service, auxiliary_models=actors.auxiliary_models, seed=config.seed,

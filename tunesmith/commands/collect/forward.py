@@ -11,7 +11,7 @@ import contextlib
 import json
 import secrets
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import openai
@@ -40,22 +40,13 @@ class RecordedCall:
     """Whether the reply ended at a limit of tokens."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedModel(BoundModel):
-    """The model of one rollout."""
-
-    order: tuple[int, ...]
-    key: str
-    source: BoundModel
-    calls: list[RecordedCall] = field(default_factory=list)
-
-
 class RecordingModel:
     """A `ModelProvider` that records the conversations of its rollouts with the chat models of another one."""
 
     def __init__(self, model: ModelProvider, *, build_model: BuildModel) -> None:
         self._model, self._build_model = model, build_model
-        self._open: dict[str, RecordedModel] = {}
+        self._open: dict[str, tuple[BoundModel, list[RecordedCall]]] = {}
+        """The models that are forwarded to, and the calls so far, by key."""
         self._ended: dict[tuple[int, ...], list[RecordedCall]] = {}
         self._url: str | None = None
         self._app = Starlette(
@@ -67,7 +58,7 @@ class RecordingModel:
         self._clients = InProcessClients(self._app)
         self._http_client = self._clients.get_async_client()
 
-    def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> RecordedModel:
+    def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel:
         self._clients.note_loop()
         source, key = self._model.open(seed=seed, order=order, sampling=sampling), secrets.token_urlsafe(16)
         url, known = self._url or f"{IN_PROCESS_URL}/v1", source.model.endpoint
@@ -82,17 +73,15 @@ class RecordingModel:
             http_client=self._http_client,
             in_process=self._clients,
         )
-        bound = RecordedModel(
-            model=self._build_model(endpoint, {}), session=source.session, order=order, key=key, source=source
-        )
-        self._open[key] = bound
-        return bound
+        calls = list[RecordedCall]()
 
-    def close(self, bound: BoundModel) -> tuple[Turn, ...]:
-        assert isinstance(bound, RecordedModel)
-        del self._open[bound.key]
-        self._ended[bound.order] = bound.calls
-        return self._model.close(bound.source)
+        def close() -> tuple[Turn, ...]:
+            del self._open[key]
+            self._ended[order] = calls
+            return source.close()
+
+        self._open[key] = source, calls
+        return BoundModel(model=self._build_model(endpoint, {}), session=source.session, close=close)
 
     def take(self, order: tuple[int, ...]) -> list[RecordedCall]:
         """The calls of a rollout that has ended, in the order of their replies."""
@@ -110,12 +99,13 @@ class RecordingModel:
 
     async def _answer(self, request: Request) -> Response:
         """Forward a chat completion, and record each of its choices."""
-        bound = self._open.get(read_key(request.scope) or "")
-        if bound is None:
+        opened = self._open.get(read_key(request.scope) or "")
+        if opened is None:
             return answer_error(401, "the API key belongs to no open rollout")
+        source, calls = opened
         body = json.loads(await request.body())
         is_stream, with_usage = body.pop("stream", False), body.pop("stream_options", None) is not None
-        model = bound.source.model
+        model = source.model
         sent = {**model.options.get("extra_body", {}), **model.options, **body, "model": model.model_name}
         sent.pop("extra_body", None)
         try:
@@ -134,7 +124,7 @@ class RecordingModel:
                 reply=_clean_reply(choice["message"]),
                 is_cut=choice["finish_reason"] == "length",
             )
-            bound.calls.append(call)
+            calls.append(call)
         if not is_stream:
             return JSONResponse(completion)
         return Response(_write_stream(completion, with_usage=with_usage), media_type="text/event-stream")

@@ -188,7 +188,7 @@ async def evaluate_set(
     limit = config.rollout.max_failure_rate
     async with build_evaluator(actors) as dispatcher:
         return await run_held_out(
-            config, dispatcher, name, tasks, policy_version=0, max_failure_rate=limit, status=progress
+            config, dispatcher, name, tasks, policy_version=0, max_failure_rate=limit, show=progress.show_status
         )
 
 

@@ -27,7 +27,7 @@ from tunesmith.config import BehaviorSection, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.rollout.dispatcher import Dispatcher
 from tunesmith.rollout.group import build_requests
-from tunesmith.rollout.progress import RolloutProgress, StatusLine
+from tunesmith.rollout.progress import RolloutProgress, Show, show_nothing
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.statistics import collect_reported
 from tunesmith.runs.policy import build_sampling
@@ -161,12 +161,12 @@ async def evaluate_all(
     eval_tasks: Mapping[str, Sequence[Task]],
     *,
     policy_version: int,
-    status: StatusLine | None = None,
+    show: Show = show_nothing,
 ) -> dict[str, EvaluationResult]:
     """Evaluate every held-out set. Seeds do not depend on the step, so all evaluations of a run use the same seeds."""
     results = {}
     for name, tasks in eval_tasks.items():
-        groups = await run_held_out(config, dispatcher, name, tasks, policy_version=policy_version, status=status)
+        groups = await run_held_out(config, dispatcher, name, tasks, policy_version=policy_version, show=show)
         results[name] = compute_evaluation(
             name, groups, policy_version=policy_version, seed=config.seed, outcome_key=config.experience.outcome_key
         )
@@ -181,7 +181,7 @@ async def run_held_out(
     *,
     policy_version: int,
     max_failure_rate: float = 1.0,
-    status: StatusLine | None = None,
+    show: Show = show_nothing,
 ) -> list[Group]:
     requests = build_requests(
         tasks,
@@ -193,6 +193,6 @@ async def run_held_out(
         requests,
         policy_version=policy_version,
         max_failure_rate=max_failure_rate,
-        progress=RolloutProgress(status=status, name=f"evaluation rollouts of {name}"),
+        progress=RolloutProgress(show=show, name=f"evaluation rollouts of {name}"),
     )
     return add_behavior(groups, config.evaluation.behavior, outcome_key=config.experience.outcome_key)

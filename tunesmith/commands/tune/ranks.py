@@ -109,7 +109,6 @@ class Rank:
             total_steps=total_steps,
             max_staleness=max_staleness,
             baseline_sampling=build_sampling(config.model, temperature=0.0) if has_baselines else None,
-            branching=self.actors.branching,
             is_balanced=config.rollout.assignment == "balanced",
             max_concurrency=config.rollout.max_concurrency,
         )
@@ -121,8 +120,8 @@ class Rank:
                 RankWorker(links[rank], rank, num_weights=num_weights, max_staleness=max_staleness)
                 for rank in roles.samplers
             ]
-            send_weights = partial(roles.send_weights, weights)
-            return Dispatcher(workers, feed, plan, send_weights=send_weights, thread=self.thread)
+            send_weights = partial(self.thread.run, partial(roles.send_weights, weights))
+            return Dispatcher(workers, feed, plan, send_weights=send_weights)
         has_phases = max_staleness > 0
         has_shards = config.cluster.has_sharded_weights and not roles.trainers.is_alone
         workers = [self.build_worker(shard_links=list(links.values()) if has_shards else [])]
@@ -131,7 +130,7 @@ class Rank:
             workers += [
                 RankWorker(link, rank, has_phases=has_phases, has_windows=has_windows) for rank, link in links.items()
             ]
-        return Dispatcher(workers, feed, plan, thread=self.thread)
+        return Dispatcher(workers, feed, plan)
 
     def build_worker(self, *, shard_links: Sequence[Link] = ()) -> LocalWorker:
         """The worker of this rank; `shard_links`: to the ranks whose shards of the weights its engine gathers."""
@@ -152,17 +151,16 @@ class Rank:
         weights = list(find_trainable(self.policy.model).values())
         num_weights = sum(each.numel() for each in weights)
 
-        def take_weights(expected: int) -> None:
+        async def take_weights(expected: int) -> None:
             if expected != num_weights:
                 raise RankError(f"this rank has {num_weights} weights to overwrite, and the first one sends {expected}")
-            self.roles.send_weights(weights)
+            await self.thread.run(partial(self.roles.send_weights, weights))
 
         return ServedWorker(
             self.build_worker(),
             self.links[0],
             sends_tokens=sends_tokens or self.roles.is_sampler,
             take_weights=take_weights if self.roles.is_sampler else None,
-            thread=self.thread,
         )
 
     def build_trainer(self, algorithm: Algorithm, functions: OwnFunctions, *, total_steps: int) -> Trainer:

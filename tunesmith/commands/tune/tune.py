@@ -371,7 +371,7 @@ class Training:
 
     async def run_saved_step(self, step: int) -> StepResult:
         """Run a step and save its rollouts and selection; rollouts of a step that fails are saved too."""
-        paths, progress = self.folder.paths, RolloutProgress(status=self.monitor)
+        paths, progress = self.folder.paths, RolloutProgress(show=self.monitor.show_status)
         path = paths.rollouts(step)
         try:
             result = await run_step(self.parts, step=step, progress=progress, record=partial(save_rollouts, path))
@@ -388,7 +388,7 @@ class Training:
         if not eval_tasks:
             return {}
         started = time.perf_counter()
-        results = await evaluate_all(config, dispatcher, eval_tasks, policy_version=step, status=self.monitor)
+        results = await evaluate_all(config, dispatcher, eval_tasks, policy_version=step, show=self.monitor.show_status)
         save_json(self.folder.paths.evaluation(step), {name: result.to_json() for name, result in results.items()})
         merged: dict[str, float] = {}
         for result in results.values():

@@ -150,7 +150,7 @@ class Teacher:
         finally:
             if engine is not None:
                 engine.pause()
-            self._model.provider.close(bound)
+            bound.close()
 
 
 def read_text(reply: Any) -> str:

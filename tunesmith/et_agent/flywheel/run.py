@@ -287,12 +287,11 @@ class AttemptBatch:
             )
             for place, (name, source) in enumerate(self.sources.items())
         }
-        return BoundModel(model=OpenAttempt(plan=plan, models=models), session=None)
 
-    def close(self, bound: BoundModel) -> tuple[Turn, ...]:
-        models: Mapping[str, BoundModel] = bound.model.models
-        sources = self.sources
-        return tuple(turn for name, each in models.items() for turn in self.providers[sources[name]].close(each))
+        def close() -> tuple[Turn, ...]:
+            return tuple(turn for each in models.values() for turn in each.close())
+
+        return BoundModel(model=OpenAttempt(plan=plan, models=models), session=None, close=close)
 
     async def make(self, task: Mapping[str, Any], model: OpenAttempt) -> WorkflowOutput:
         """The workflow. Its reward says that the attempt ended; the correctness is in the record."""

@@ -51,13 +51,12 @@ class BranchingStats:
         self.initial += taken.initial
 
     def compute(self) -> dict[str, float]:
-        """Metrics since the last call."""
-        taken = self.take()
-        metrics = {"rollout/num_branch_points": float(len(taken.probabilities))}
-        metrics |= {f"rollout/num_{name}": float(taken.counts[name]) for name in COUNTED}
-        if taken.initial:
-            metrics["rollout/initial_rollouts_mean"] = fmean(taken.initial)
-        if taken.probabilities:
-            metrics["rollout/branch_probability_mean"] = fmean(taken.probabilities)
-            metrics["rollout/branch_entropy_change_mean"] = fmean(taken.changes)
+        """Metrics of what was counted."""
+        metrics = {"rollout/num_branch_points": float(len(self.probabilities))}
+        metrics |= {f"rollout/num_{name}": float(self.counts[name]) for name in COUNTED}
+        if self.initial:
+            metrics["rollout/initial_rollouts_mean"] = fmean(self.initial)
+        if self.probabilities:
+            metrics["rollout/branch_probability_mean"] = fmean(self.probabilities)
+            metrics["rollout/branch_entropy_change_mean"] = fmean(self.changes)
         return metrics

@@ -23,7 +23,6 @@ from tunesmith.rollout.branching.stats import BranchingStats
 from tunesmith.rollout.cancellation import cancel_all
 from tunesmith.rollout.recording.replay import BranchPoint, RecordedCall, RolloutRecord
 from tunesmith.rollout.seeds import derive_seed
-from tunesmith.types import Group, Trajectory
 
 
 def compute_window_entropy(entropies: Sequence[float], *, window: int, vocab_size: int) -> float:
@@ -68,7 +67,7 @@ def choose_num_initial(
     return min(max(round(group_size * share), 1), group_size)
 
 
-RunRollout = Callable[[int, RolloutRecord], Awaitable[Trajectory]]
+RunRollout = Callable[[int, RolloutRecord], Awaitable[object]]
 """Runs the rollout with this `run_index` under this record."""
 
 
@@ -115,10 +114,9 @@ class GroupTrees:
         self._seed = seed
         self._run = run
         self._tasks: list[asyncio.Task[None]] = []
-        self._finished: dict[int, Trajectory] = {}
 
-    async def run(self) -> Group:
-        """All trajectories, ordered by `run_index`."""
+    async def run(self) -> None:
+        """Run all rollouts to their end."""
         num_initial = self._branching.count_initial(self._group_size)
         slope = self._branching.section.dynamic_budget_slope
         try:
@@ -133,9 +131,6 @@ class GroupTrees:
             self._raise_error()
         finally:
             await cancel_all(self._tasks)
-        assert sorted(self._finished) == list(range(self._group_size)), "every share was used"
-        runs = tuple(self._finished[index] for index in range(self._group_size))
-        return Group(task=runs[0].task, trajectories=runs)
 
     def _start_initial(self, start: int, shares: list[int]) -> None:
         for share in shares:
@@ -176,7 +171,7 @@ class GroupTrees:
         self._start_fresh(rollout)
 
     async def _run_one(self, rollout: _Rollout) -> None:
-        self._finished[rollout.run_index] = await self._run(rollout.run_index, rollout.record)
+        await self._run(rollout.run_index, rollout.record)
         self._branching.stats.add_record(rollout.record)
 
     def _start_fresh(self, rollout: _Rollout) -> None:

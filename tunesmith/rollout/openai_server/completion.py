@@ -21,7 +21,7 @@ from tunesmith.chat.messages import Message
 from tunesmith.chat.parsers import Delta, IncrementalParser, ReplyParser, join_deltas
 from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import EngineError
-from tunesmith.rollout.cancellation import cancel_all
+from tunesmith.rollout.cancellation import cancel_all, gather_all
 from tunesmith.rollout.openai_server.request import ChatRequest, CompletionRequest, TextRequest
 from tunesmith.rollout.openai_server.response import (
     END_OF_STREAM,
@@ -30,7 +30,6 @@ from tunesmith.rollout.openai_server.response import (
     TokenLogprobs,
     build_delta,
     build_error,
-    build_finish_reason,
     build_logprobs,
     build_message,
     build_text_logprobs,
@@ -161,8 +160,9 @@ class PendingCompletion(ABC, Generic[Request]):
 
 def build_end(completion: Completion, message: Message, parser: IncrementalParser) -> dict[str, Any]:
     """Fields of the end of a choice."""
-    has_calls = bool(message.tool_calls)
-    reason = build_finish_reason(completion, has_calls=has_calls, is_stopped=parser.is_stopped)
+    reason = "length"
+    if completion.stop_reason in ("eos", "stop") or parser.is_stopped:
+        reason = "tool_calls" if message.tool_calls else "stop"
     return {"finish_reason": reason} | ({} if parser.stop_string is None else {"stop_reason": parser.stop_string})
 
 
@@ -265,15 +265,10 @@ class PendingTextCompletion(PendingCompletion[TextRequest]):
 
 async def create_completion(pending: PendingCompletion[Any]) -> dict[str, Any]:
     """Sample all choices and return the complete response body."""
-    num_choices = pending.num_choices
-    if num_choices == 1:
+    if pending.num_choices == 1:  # without a task of its own
         completions = [await pending.sample_choice(0)]
     else:
-        tasks = [asyncio.ensure_future(pending.sample_choice(choice)) for choice in range(num_choices)]
-        try:
-            completions = await asyncio.gather(*tasks)
-        finally:
-            await cancel_all(tasks)
+        completions = await gather_all(map(pending.sample_choice, range(pending.num_choices)))
     return pending.build_body(completions)
 
 
@@ -341,8 +336,8 @@ StreamEvent = tuple[int, tuple[Sequence[int], Sequence[float], TokenDetails | No
 async def iterate_chunks(pending: PendingCompletion[Any]) -> AsyncGenerator[dict[str, Any], None]:
     """The chunks of all choices while they are sampled; closing the generator cancels them."""
     events: asyncio.Queue[StreamEvent] = asyncio.Queue()
-    tasks = [_start_choice(pending, index, events) for index in range(pending.num_choices)]
-    choices = [ChoiceStream(pending, index) for index in range(len(tasks))]
+    choices = [ChoiceStream(pending, index) for index in range(pending.num_choices)]
+    tasks = [_start_choice(pending, index, events) for index in range(len(choices))]
     num_open = len(tasks)
     try:
         while num_open:

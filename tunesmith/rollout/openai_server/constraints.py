@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +45,13 @@ class Constraint:
     param: str
     """The request field that sets it."""
     build_grammar: Callable[[], str]
+
+    def to_grammar(self) -> str:
+        """The grammar; raises RequestError if the constraint has none."""
+        try:
+            return self.build_grammar()
+        except ValueError as error:
+            raise RequestError(str(error), param=self.param) from error
 
 
 def constrain_json(value: Any, name: str) -> Constraint:
@@ -142,8 +148,7 @@ def constrain_reply(
 
     Reasoning is free: the constraint starts after it if the prompt opens it, or if the model decides whether to reason.
     """
-    with _errors_of(constraint):
-        grammar = constraint.build_grammar()
+    grammar = constraint.to_grammar()
     texts = _describe_calls(renderer)
     calls = _build_calls(tools, texts, is_single=is_single_call) if tools else None
     if renderer.is_harmony:
@@ -157,11 +162,6 @@ def constrain_reply(
     if renderer.may_reason(prompt_ids):
         return add_reasoning(grammar, think_open=think_open, think_close=think_close)
     return grammar
-
-
-def constrain_text(constraint: Constraint) -> str:
-    with _errors_of(constraint):
-        return constraint.build_grammar()
 
 
 def constrain_call(
@@ -208,11 +208,3 @@ def _describe_calls(renderer: Renderer) -> CallTexts:
         is_repeatable=call.call_format is HERMES or is_block_per_call or arguments is not None,
         arguments=arguments,
     )
-
-
-@contextmanager
-def _errors_of(constraint: Constraint) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise RequestError(str(error), param=constraint.param) from error

@@ -20,7 +20,7 @@ from tunesmith.rollout.openai_server.completion import (
     PendingTextCompletion,
     create_completion,
 )
-from tunesmith.rollout.openai_server.constraints import constrain_call, constrain_reply, constrain_text
+from tunesmith.rollout.openai_server.constraints import constrain_call, constrain_reply
 from tunesmith.rollout.openai_server.fields import ApiError, RequestError
 from tunesmith.rollout.openai_server.request import ChatRequest, RequestParser, TextRequest, parse_text_request
 from tunesmith.rollout.recording.recorder import (
@@ -125,7 +125,7 @@ class ChatEndpoint:
                 calls.append(await self._admit(admission, session, param="prompt"))
             for call in calls:
                 self._check_context(session, len(call.prompt_ids), param="prompt")
-            grammar = "" if request.constraint is None else constrain_text(request.constraint)
+            grammar = "" if request.constraint is None else request.constraint.to_grammar()
             request = self._resolve_ids(request, grammar)
         return PendingTextCompletion(session, self.recorder.renderer, request, calls, model_name=self.model_name)
 

@@ -18,13 +18,6 @@ from tunesmith.storage import clean_text
 from tunesmith.types import Completion, TopLogprobs
 
 
-def build_finish_reason(completion: Completion, *, has_calls: bool, is_stopped: bool) -> str:
-    """The API's finish reason; `is_stopped`: a stop string was found in the text."""
-    if completion.stop_reason in ("eos", "stop") or is_stopped:
-        return "tool_calls" if has_calls else "stop"
-    return "length"
-
-
 def build_message(message: Message) -> dict[str, Any]:
     """JSON of an assistant message."""
     fields: dict[str, Any] = {

@@ -336,7 +336,7 @@ async def serve_live(
 ) -> AsyncIterator[str]:
     """Serve live traffic until the block ends, and yield the URL; there is one rank."""
     assert rank == 0 and not links
-    sessions.bind(service)
+    sessions.service = service
     app = build_live_app(sessions, EndpointApp(service.endpoint, max_body_bytes=limits.max_body_bytes), limits)
     async with listen(app, limits) as url, sessions.watch():
         try:

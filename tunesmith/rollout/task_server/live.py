@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tunesmith.rollout.cancellation import cancel_all
 from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.rollout.recording.recorder import Session
 from tunesmith.rollout.recording.replay import RolloutRecord
@@ -78,13 +79,19 @@ class Slot:
     def end(self) -> None:
         """The session ended with its feedback."""
 
+    def close(self) -> tuple[Turn, ...]:
+        """The turns of the session; none if the rollout has taken none."""
+        return () if self.live is None else self.live.bound.close()
+
 
 class LiveSessions:
     """The conversations of a run that wait for feedback, and those that wait for training."""
 
+    service: ModelService
+    """In which sessions are opened; set before the first request."""
+
     def __init__(self, *, seed: int, feedback_timeout_s: float, max_sessions: int) -> None:
         """`max_sessions` bounds each of both; beyond it the oldest is dropped."""
-        self._bound_service: ModelService | None = None
         self._seed = seed
         self._feedback_timeout_s = feedback_timeout_s
         self._max_sessions = max_sessions
@@ -105,15 +112,6 @@ class LiveSessions:
     def num_scored(self) -> int:
         return self._scored.qsize()
 
-    def bind(self, service: ModelService) -> None:
-        """Set the service in which sessions are opened, before the first request."""
-        self._bound_service = service
-
-    @property
-    def _service(self) -> ModelService:
-        assert self._bound_service is not None, "the sessions are bound to a service before they are served"
-        return self._bound_service
-
     def find_or_open(self, session_id: str) -> LiveSession:
         """The session of a model call."""
         if self._is_finished:
@@ -123,8 +121,8 @@ class LiveSessions:
             if len(self._open) >= self._max_sessions:
                 self._drop(self._open.popitem(last=False)[1])
             self._num_opened += 1
-            seed = derive_seed(self._seed, "live", self._service.policy_version, self._num_opened)
-            bound = self._service.open(seed=seed, order=(self._num_opened,))
+            seed = derive_seed(self._seed, "live", self.service.policy_version, self._num_opened)
+            bound = self.service.open(seed=seed, order=(self._num_opened,))
             assert isinstance(bound.session, Session)
             live = self._open[session_id] = LiveSession(bound=bound, session=bound.session, calls=self._calls)
         self._open.move_to_end(session_id)
@@ -166,8 +164,8 @@ class LiveSessions:
             live.session.end()
 
     def _drop(self, live: LiveSession) -> None:
-        self._service.close(live.bound)
-        self._service.recorder.count("num_dropped_sessions", 1)
+        live.bound.close()
+        self.service.recorder.count("num_dropped_sessions", 1)
 
     @contextlib.asynccontextmanager
     async def watch(self) -> AsyncIterator[None]:
@@ -182,8 +180,7 @@ class LiveSessions:
         try:
             yield
         finally:
-            checks.cancel()
-            await asyncio.wait({checks})
+            await cancel_all([checks])
 
     async def run_session(self, task: Mapping[str, Any], model: Any) -> WorkflowOutput:
         """The workflow: take the next session with feedback; waiting for it does not count toward the time limit.
@@ -203,9 +200,4 @@ class LiveSessions:
     def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel:
         """A rollout without a session; its seed has no effect, since sessions have their own."""
         slot = Slot()
-        return BoundModel(model=slot, session=slot)
-
-    def close(self, bound: BoundModel) -> tuple[Turn, ...]:
-        """The turns of the session that the rollout took."""
-        live = bound.model.live
-        return () if live is None else self._service.close(live.bound)
+        return BoundModel(model=slot, session=slot, close=slot.close)

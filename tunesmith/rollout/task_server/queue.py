@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -52,8 +52,6 @@ class Attempt:
     """The rank whose engine samples for the attempt, and that receives its report."""
     url: str | None = None
     """Base URL of the server of another rank."""
-    is_ended: bool = False
-    """Whether the queue offers it no longer."""
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -78,8 +76,10 @@ class TaskQueue:
         self.timeout_s = timeout_s
         self.has_judge = has_judge
         self._lost_after_s = lost_after_s
-        self._waiting: deque[Attempt] = deque()
-        self._polls: deque[asyncio.Future[Attempt]] = deque()
+        self._waiting: list[Attempt] = []
+        """In order of arrival."""
+        self._has_news = asyncio.Event()
+        """For workers that wait for a task: one has arrived, or the run has ended."""
         self._open: dict[str, Attempt] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
         self._num_at_work: Counter[int] = Counter()
@@ -126,14 +126,14 @@ class TaskQueue:
     @contextlib.contextmanager
     def offered(self, attempt: Attempt) -> Iterator[None]:
         """Let workers take the attempt from this queue; it ends with the block."""
-        self._hand_out(attempt)
+        self._waiting.append(attempt)
+        self._has_news.set()
         try:
             yield
         finally:
-            with contextlib.suppress(ValueError):
+            if attempt in self._waiting:
                 self._waiting.remove(attempt)
-            attempt.is_ended = True
-            if attempt.taken.is_set():
+            else:
                 self._num_at_work[attempt.rank] -= 1
                 self._num_away[attempt.worker] += 1
 
@@ -153,54 +153,29 @@ class TaskQueue:
                 )
         return attempt.report.result()
 
-    def _hand_out(self, attempt: Attempt) -> None:
-        """Give the attempt to the first waiting worker, or let it wait."""
-        while self._polls:
-            poll = self._polls.popleft()
-            if not poll.done():
-                poll.set_result(attempt)
-                return
-        self._waiting.append(attempt)
-
     async def take(self, worker: str, wait_s: float) -> Attempt | None:
         """The next attempt, now the worker's; None if there is none for `wait_s` seconds.
 
         It is the oldest one of the rank that has the fewest at work.
         """
         self._count_return(worker)
-        # an attempt may end between its handing out and the next step of this coroutine
-        while (attempt := await self._poll(wait_s)) is not None and attempt.is_ended:
-            pass
-        if attempt is None:
-            self._num_away[worker] += 1
-        else:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not self._waiting and not self._is_finished:
+                    self._has_news.clear()
+                    await self._has_news.wait()  # all who wait are woken, in the order in which they asked
+        if self._waiting:
+            # fewest at work first: all ranks wait for the slowest one before they train
+            attempt = min(self._waiting, key=lambda each: self._num_at_work[each.rank])
+            self._waiting.remove(attempt)
             attempt.worker = worker
             self._num_at_work[attempt.rank] += 1
             attempt.taken.set()
-        return attempt
-
-    async def _poll(self, wait_s: float) -> Attempt | None:
-        # fewest at work first: all ranks wait for the slowest one before they train
-        if self._waiting:
-            attempt = min(self._waiting, key=lambda each: self._num_at_work[each.rank])
-            self._waiting.remove(attempt)
             return attempt
         if self._is_finished:
             raise ApiError(410, "the run has ended: there are no more tasks")
-        poll: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
-        self._polls.append(poll)
-        try:
-            return await asyncio.wait_for(asyncio.shield(poll), wait_s)
-        except TimeoutError:
-            return poll.result() if poll.done() else None
-        except asyncio.CancelledError:
-            if poll.done() and not poll.cancelled() and poll.exception() is None:
-                self._hand_out(poll.result())  # the worker is gone
-            raise
-        finally:
-            poll.cancel()
-            with contextlib.suppress(ValueError):
-                self._polls.remove(poll)
+        self._num_away[worker] += 1
+        return None
 
     def find_open(self, attempt_id: str, *, is_report: bool = False) -> Attempt:
         """An attempt at work; raises ApiError if it has ended or never existed. A second report is a conflict."""
@@ -239,9 +214,7 @@ class TaskQueue:
     def finish(self) -> None:
         """The run has ended: waiting workers learn it."""
         self._is_finished = True
-        for poll in self._polls:
-            if not poll.done():
-                poll.set_exception(ApiError(410, "the run has ended: there are no more tasks"))
+        self._has_news.set()
 
     async def wait_for_workers(self, timeout_s: float) -> None:
         """After `finish`: wait until those that are away have asked for a task again, and know of the end."""

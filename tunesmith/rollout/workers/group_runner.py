@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Self
 
@@ -16,7 +16,7 @@ from tunesmith.errors import RolloutError
 from tunesmith.experience.finished_group import drop_routes
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.branching.tree import GroupTrees
-from tunesmith.rollout.cancellation import cancel_all
+from tunesmith.rollout.cancellation import cancel_all, gather_all
 from tunesmith.rollout.group import GroupRequest, RunningGroup
 from tunesmith.rollout.progress import RolloutProgress
 from tunesmith.rollout.recording.recorder import Session
@@ -49,26 +49,19 @@ class GroupRunner:
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stack = contextlib.ExitStack()
-        self._watchdog: EventLoopWatchdog | None = None
-
-    @property
-    def watchdog(self) -> EventLoopWatchdog:
-        assert self._watchdog is not None, "the runner is used as a context"
-        return self._watchdog
+        agent = actors.agent
+        self.watchdog = EventLoopWatchdog(agent.logger, min(BLOCKED_LIMIT_S, agent.timeout_s / 4))
 
     async def __aenter__(self) -> Self:
-        agent = self._actors.agent
-        limit_s = min(BLOCKED_LIMIT_S, agent.timeout_s / 4)
-        watched = EventLoopWatchdog(agent.logger, limit_s).watching()
-        self._watchdog = self._stack.enter_context(watched)
+        self._stack.enter_context(self.watchdog.watching())
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         self.running.clear()
         self.finished.clear()
         self.gate.set()
-        await cancel_all(self._tasks)
-        self._stack.close()
+        with self._stack:
+            await cancel_all(self._tasks)
 
     def start(self, requests: Sequence[GroupRequest]) -> None:
         """Run these groups after those that were started before."""
@@ -90,8 +83,8 @@ class GroupRunner:
     def drop_stale(self, policy_version: int, *, max_staleness: int) -> list[int]:
         """Cancel and forget groups that a step of this version may no longer train; returns their numbers."""
         groups = self.running | self.finished
-        ages = {number: group.find_oldest_version() for number, group in groups.items()}
-        dropped = sorted(number for number, oldest in ages.items() if is_stale(oldest, policy_version, max_staleness))
+        oldest_of = {number: group.find_oldest_version() for number, group in groups.items()}
+        dropped = list_stale(oldest_of, policy_version, max_staleness)
         for number in dropped:
             self.running.pop(number, None)
             self.finished.pop(number, None)
@@ -106,19 +99,13 @@ class GroupRunner:
             raise self._error
 
     async def _run_group(self, group: RunningGroup) -> None:
-        request = group.request
-        if request.has_branches:
-            branching = self._actors.branching
-            assert branching is not None
+        request, branching = group.request, self._actors.branching
+        if request.is_trained and branching is not None:
             run = partial(self._run_rollout, group)
             seed = derive_seed(derive_seed(*request.seed[:-1], "branching"), request.index, request.task.task_id)
             await GroupTrees(branching, group_size=request.size, seed=seed, run=run).run()
             return
-        runs = [asyncio.create_task(self._run_rollout(group, run_index)) for run_index in range(request.size)]
-        try:
-            await asyncio.gather(*runs)
-        finally:
-            await cancel_all(runs)
+        await gather_all(self._run_rollout(group, run_index) for run_index in range(request.size))
 
     async def _run_rollout(
         self, group: RunningGroup, run_index: int, record: RolloutRecord | None = None
@@ -142,8 +129,7 @@ class GroupRunner:
                 seed=derive_seed(*request.seed, request.task.task_id, run_index),
                 order=(request.index, run_index),
                 sampling=request.sampling,
-                watchdog=self._watchdog,
-                record=record,
+                watchdog=self.watchdog,
                 prepare=prepare,
                 gate=self.gate,
             )
@@ -167,6 +153,8 @@ class GroupRunner:
         self.on_change()
 
 
-def is_stale(oldest: int | None, policy_version: int, max_staleness: int) -> bool:
-    """Whether a group is too old for a step of this version; `oldest` is the version of its oldest token."""
-    return oldest is not None and policy_version - oldest > max_staleness
+def list_stale(oldest_of: Mapping[int, int | None], policy_version: int, max_staleness: int) -> list[int]:
+    """Numbers of the groups that are too old for a step of this version; `oldest_of`: version of a group's oldest
+    token, by its number."""
+    ages = {number: policy_version - oldest for number, oldest in oldest_of.items() if oldest is not None}
+    return sorted(number for number, age in ages.items() if age > max_staleness)

@@ -80,16 +80,8 @@ class LocalWorker:
         self._is_paused = True
         self._statistics: list[WorkerStatistics] = []
         """Counted before an evaluation."""
-        self.on_change: Callable[[], None] = lambda: None
-        self.groups = self._build_runner(RolloutProgress())
-
-    @property
-    def progress(self) -> RolloutProgress:
-        return self.groups.progress
-
-    @progress.setter
-    def progress(self, value: RolloutProgress) -> None:
-        self.groups.progress = value
+        self._on_change: Callable[[], None] = lambda: None
+        self.groups = self._build_runner()
 
     @property
     def num_running(self) -> int:
@@ -103,8 +95,9 @@ class LocalWorker:
     def window(self) -> WindowState | None:
         return self._window if self._windows is not None and self._windows.has_windows else None
 
-    async def open(self) -> None:
-        """Serve the models and begin to watch the event loop, once."""
+    async def open(self, progress: RolloutProgress, on_change: Callable[[], None]) -> None:
+        """The first call serves the models and begins to watch the event loop."""
+        self.groups.progress, self._on_change = progress, on_change
         if self._is_open:
             return
         self._is_open = True
@@ -118,7 +111,6 @@ class LocalWorker:
         self.groups.raise_error()
 
     async def set_version(self, policy_version: int) -> list[int]:
-        await self.open()
         self.end_sampling()
         self._resume_engines(policy_version)
         self.groups.watchdog.resume()
@@ -157,13 +149,12 @@ class LocalWorker:
 
     async def evaluate(self, requests: Sequence[GroupRequest], *, policy_version: int) -> list[Group]:
         """Groups in flight keep their permits while they wait, so that an evaluation has as many of its own."""
-        await self.open()
         # counters start anew when they are read: those of training are set aside, those of the evaluation dropped below
         self._statistics.append(self._count())
         async with self._set_aside():
             self._resume_engines(policy_version)
             # permits of its own: groups in flight may hold all of the others while their model calls wait
-            async with self._build_runner(self.progress) as runner:
+            async with self._build_runner(self.groups.progress) as runner:
                 groups = await runner.run_all(requests)
             self._pause_engine()
         self._count()
@@ -174,16 +165,16 @@ class LocalWorker:
     async def take_statistics(self) -> WorkerStatistics:
         parts, self._statistics = [*self._statistics, self._count()], []
         branching = self.actors.branching
-        return WorkerStatistics(
-            counters=sum_counters(parts), branching=None if branching is None else branching.stats.take()
-        )
+        # sessions that are open are a state, not a sum over time
+        counters = sum_counters(parts) | ({} if self.actors.service is None else compute_session_stats())
+        return WorkerStatistics(counters=counters, branching=None if branching is None else branching.stats.take())
 
     async def close(self) -> None:
         if self._windows is not None:
             self._windows.release()
         await self._stack.aclose()
 
-    def _build_runner(self, progress: RolloutProgress) -> GroupRunner:
+    def _build_runner(self, progress: RolloutProgress | None = None) -> GroupRunner:
         return GroupRunner(self.actors, keeps_cache=self._keeps_cache, progress=progress)
 
     def _pause_engine(self) -> None:
@@ -228,14 +219,14 @@ class LocalWorker:
         engine, service = self.actors.engine, self.actors.service
         counters = {} if engine is None else dict(engine.compute_stats())
         if service is not None:
-            counters |= service.recorder.compute_stats() | compute_session_stats()
+            counters |= service.recorder.compute_stats()
         return WorkerStatistics(counters=counters)
 
     def _end_window(self, is_idle: bool) -> None:
         self._window = "idle" if is_idle else "waiting"
-        self.on_change()
+        self._on_change()
 
     def _note_change(self) -> None:
         if self._windows is not None and self._windows.has_windows:
             self._windows.check_again()
-        self.on_change()
+        self._on_change()

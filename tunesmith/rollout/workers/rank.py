@@ -27,18 +27,17 @@ first rank begins the next windows, or ends the phase if enough groups have fini
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from tunesmith.cluster.links import Call, Link
-from tunesmith.cluster.work_thread import NoThread, WorkThread
 from tunesmith.experience.finished_group import FinishedGroup, PathCost, build_reference, measure_group
 from tunesmith.experience.replay import find_oldest_version
 from tunesmith.rollout.group import GroupRequest
 from tunesmith.rollout.progress import RolloutProgress
-from tunesmith.rollout.workers.group_runner import is_stale
+from tunesmith.rollout.workers.group_runner import list_stale
 from tunesmith.rollout.workers.local import LocalWorker
 from tunesmith.rollout.workers.worker import WindowState, WorkerStatistics
 from tunesmith.types import Group
@@ -61,8 +60,8 @@ class RankWorker:
         `num_weights`: number of values that it receives with each version, of a rank that only samples: its groups age
         here once they have finished."""
         self.rank = rank
-        self.progress = RolloutProgress()
-        self.on_change: Callable[[], None] = lambda: None
+        self._progress = RolloutProgress()
+        self._on_change: Callable[[], None] = lambda: None
         self._link = link
         self._num_weights = num_weights
         self._max_staleness = max_staleness
@@ -95,7 +94,8 @@ class RankWorker:
     def window(self) -> WindowState | None:
         return self._window if self._has_windows else None
 
-    async def open(self) -> None:
+    async def open(self, progress: RolloutProgress, on_change: Callable[[], None]) -> None:
+        self._progress, self._on_change = progress, on_change
         await self._link.open()
         if self._reading is None:
             self._reading = asyncio.create_task(self._read())
@@ -112,8 +112,8 @@ class RankWorker:
             dropped += await self._link.ask_for(ServedWorker.set_version, policy_version, self._num_weights)
         # groups that such a rank has sent are known only here, so they age here
         if self.only_samples:
-            ages = {number: find_oldest_version(each.group.scored) for number, each in self._finished.items()}
-            dropped += [n for n, oldest in ages.items() if is_stale(oldest, policy_version, self._max_staleness)]
+            oldest_of = {number: find_oldest_version(each.group.scored) for number, each in self._finished.items()}
+            dropped += list_stale(oldest_of, policy_version, self._max_staleness)
         for number in dropped:
             self._running.pop(number, None)
             self._finished.pop(number, None)
@@ -148,7 +148,7 @@ class RankWorker:
     async def evaluate(self, requests: Sequence[GroupRequest], *, policy_version: int) -> list[Group]:
         groups = await self._link.ask_for(ServedWorker.evaluate, requests, policy_version)
         for group in groups:
-            self.progress.add(group.trajectories, is_kept=False)
+            self._progress.add(group.trajectories, is_kept=False)
         return groups
 
     async def take_statistics(self) -> WorkerStatistics:
@@ -166,22 +166,22 @@ class RankWorker:
         except Exception as error:  # noqa: BLE001 - raised where the dispatcher waits
             self._error = error
             self._link.fail(error)
-            self.on_change()
+            self._on_change()
 
     def note_window(self, phase: int, window: WindowState) -> None:
         """A window has ended in the rank's phase `phase`."""
         if phase == self._phase:
             self._window = window
-        self.on_change()
+        self._on_change()
 
     def note_finished(self, number: int, sent: Group, cost: PathCost, *, has_tokens: bool) -> None:
         """A group has finished; of a reference, which has no tokens, the rank keeps the group."""
         request = self._running.pop(number)
         group = replace(sent, task=request.task).map(partial(replace, task=request.task))
-        self.progress.add(group.trajectories, is_kept=has_tokens and request.is_trained)
+        self._progress.add(group.trajectories, is_kept=has_tokens and request.is_trained)
         rank = 0 if self.only_samples else self.rank
         self._finished[number] = FinishedGroup(number=number, group=group, has_tokens=has_tokens, rank=rank, cost=cost)
-        self.on_change()
+        self._on_change()
 
 
 class ServedWorker:
@@ -193,29 +193,26 @@ class ServedWorker:
         link: Link,
         *,
         sends_tokens: bool,
-        take_weights: Callable[[int], None] | None = None,
-        thread: WorkThread | NoThread,
+        take_weights: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         """`sends_tokens`: whether the first rank reads the tokens of a group before the update; `take_weights`
-        overwrites the weights in place, in `thread`, and raises if their number is another: of a rank that only
-        samples."""
+        overwrites the weights in place and raises if their number is another: of a rank that only samples."""
         self.kept: dict[int, Group] = {}
         """Groups that the first rank has references of, or that a step may train here, by number."""
         self._worker = worker
         self._link = link
         self._sends_tokens = sends_tokens
         self._take_weights = take_weights
-        self._thread = thread
+        self._progress = RolloutProgress()
         self._untrained: set[int] = set()
         """Numbers of groups that no step trains."""
         self._phase = 0
         self._failed: asyncio.Future[Any] | None = None
 
     async def open(self) -> None:
-        await self._worker.open()
         self._failed = asyncio.get_running_loop().create_future()
         self._failed.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._worker.on_change = self._note_change
+        await self._worker.open(self._progress, self._note_change)
 
     async def receive(self) -> Any:
         """The next message of the first rank; raises the error of a rollout."""
@@ -236,14 +233,11 @@ class ServedWorker:
         """Drop groups that are too old for a step of this version, and sample with its weights; returns the numbers of
         the dropped ones. `num_weights`: number of values that the first rank sends now, in a collective; None: this
         rank has the weights. New weights are written between two steps of the engine; workflows continue."""
-        worker, take = self._worker, self._take_weights
-        if take is not None:
+        if self._take_weights is not None:
             assert num_weights is not None
-            worker.pause()
-            await self._thread.run(lambda: take(num_weights))
-        dropped = await worker.set_version(policy_version)
-        # one that only samples keeps no groups
-        return dropped if take is not None else dropped + self._drop_kept(policy_version)
+            self._worker.pause()
+            await self._take_weights(num_weights)
+        return await self._worker.set_version(policy_version) + self._drop_kept(policy_version)
 
     async def start(self, requests: Sequence[GroupRequest]) -> None:
         self._untrained |= {each.number for each in requests if not each.is_trained}
@@ -278,8 +272,8 @@ class ServedWorker:
 
     def _drop_kept(self, policy_version: int) -> list[int]:
         """Forget kept groups that are too old, unless a step has trained them already; returns their numbers."""
-        ages = {number: find_oldest_version(group.scored) for number, group in self.kept.items()}
-        dropped = [n for n, oldest in ages.items() if is_stale(oldest, policy_version, self._worker.max_staleness)]
+        oldest_of = {number: find_oldest_version(group.scored) for number, group in self.kept.items()}
+        dropped = list_stale(oldest_of, policy_version, self._worker.max_staleness)
         for number in dropped:
             del self.kept[number]
         return dropped
@@ -304,5 +298,5 @@ class ServedWorker:
             self.kept[number] = group
         self._untrained.discard(number)
         # the first rank saves what an aborted phase has finished; here it would pile up
-        self._worker.progress.finished.clear()
+        self._progress.finished.clear()
         self._link.call(RankWorker.note_finished, number, sent, measure_group(group), has_tokens=has_tokens)

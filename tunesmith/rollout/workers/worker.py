@@ -30,17 +30,7 @@ class WorkerStatistics:
 class Worker(Protocol):
     """Runs groups. It keeps those that have finished until the dispatcher takes them."""
 
-    on_change: Callable[[], None]
-    """Called when a group has finished, a window has ended, or an error has occurred."""
-
     rank: int
-
-    @property
-    def progress(self) -> RolloutProgress:
-        """Collects the trajectories that finish."""
-
-    @progress.setter
-    def progress(self, value: RolloutProgress) -> None: ...
 
     @property
     def num_running(self) -> int: ...
@@ -53,8 +43,9 @@ class Worker(Protocol):
     def window(self) -> WindowState | None:
         """None: the engine steps whenever it has work."""
 
-    async def open(self) -> None:
-        """Make ready; the same task closes the worker."""
+    async def open(self, progress: RolloutProgress, on_change: Callable[[], None]) -> None:
+        """Make ready for a phase; the same task closes the worker. `progress` collects the trajectories that finish;
+        `on_change` is called when a group has finished, a window has ended, or an error has occurred."""
 
     def raise_error(self) -> None:
         """Raise the error that ends the run, if one has occurred."""
