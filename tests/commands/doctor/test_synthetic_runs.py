@@ -24,7 +24,7 @@ from tunesmith.commands.doctor.optimizer import (
 from tunesmith.commands.doctor.record import CheckFinding, compute_slope_t, find_longest_streak, open_run, split_ends
 from tunesmith.commands.doctor.rewards import find_reward_trend
 from tunesmith.config import ModelSection, RunConfig
-from tunesmith.monitor.metrics_file import Series, format_line
+from tunesmith.monitor.metrics_file import Series, append_metrics
 from tunesmith.runs.load_config import dump_config
 
 RISING = np.linspace(0, 1, 40)
@@ -40,11 +40,9 @@ def build_record(tmp_path):
         root.mkdir()
         (root / "config.yaml").write_text(dump_config(RunConfig(model=ModelSection(path="m"), **settings)))
         values = {name: np.broadcast_to(np.asarray(value, float), (num_steps,)) for name, value in metrics.items()}
-        lines = []
         for index in range(num_steps):
-            of_step = {name: each[index] if math.isfinite(each[index]) else None for name, each in values.items()}
-            lines.append(format_line({"step": index + 1, "kind": "train"} | of_step))
-        (root / "metrics.jsonl").write_text("".join(lines))
+            of_step = {name: each[index] for name, each in values.items()}
+            append_metrics(root / "metrics.jsonl", index + 1, "train", of_step)
         return open_run(root)
 
     return build
