@@ -14,6 +14,7 @@ from tunesmith.environments import Environment, Transcript
 from tunesmith.environments.transcript import find_format_error
 from tunesmith.errors import ToolUnavailableError
 from tunesmith.experience.samples import build_samples
+from tunesmith.judges.transcript import read_transcript
 from tunesmith.tools.tool import tool
 from tunesmith.types import Group, Task, Trajectory
 
@@ -107,6 +108,14 @@ async def test_counts_come_from_calls_and_not_from_text():
     transcript = await Environment(tools=[build_search()]).run("Where?", agent.model)
     assert transcript.tool_counts == {"search": 1}
     assert find_format_error(transcript) is not None
+
+
+async def test_arguments_are_as_long_as_they_were_written():
+    query = "\u4e2d\u56fd\u7684\u9996\u90fd\u662f\u54ea\u91cc"
+    agent = ScriptedModel(f"<think>?</think><search>{query}</search>", ANSWER)
+    transcript = await Environment(tools=[build_search()]).run("Where?", agent.model)
+    call, _ = read_transcript(transcript).replies
+    assert call.text == f'<think>?</think>\n{{"query": "{query}"}}'
 
 
 async def test_stop_strings_are_the_closing_tags_of_the_tools_and_of_the_answer():

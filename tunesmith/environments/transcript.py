@@ -162,7 +162,9 @@ class Transcript:
                 case "call":
                     found = self._find_result(position)
                     result = None if found is None else found.result
-                    arguments = json.dumps(segment.arguments) if segment.arguments is not None else segment.text
+                    arguments = (
+                        segment.text if segment.arguments is None else json.dumps(segment.arguments, ensure_ascii=False)
+                    )
                     record = ToolCallRecord(name=segment.tool, arguments=arguments, result=result)
                     replies.append(Reply(reasoning="".join(texts).strip(), calls=(record,)))
                     texts = []
