@@ -14,6 +14,7 @@ from tunesmith.environments import Environment, Transcript
 from tunesmith.environments.transcript import find_format_error
 from tunesmith.errors import ToolUnavailableError
 from tunesmith.experience.samples import build_samples
+from tunesmith.judges.composite import squad_judge
 from tunesmith.judges.transcript import read_transcript
 from tunesmith.tools.tool import tool
 from tunesmith.types import Group, Task, Trajectory
@@ -287,6 +288,14 @@ async def test_a_hint_is_forced_and_never_trained():
     trained = [[text for is_sampled, text in split_by_mask(each) if is_sampled] for each in samples]
     assert [text for texts in trained for text in texts if "Wait" in text or "All about" in text] == []
     assert sum(texts.count(SEARCH) for texts in trained) == 1
+
+
+async def test_an_answer_whose_tag_is_forced_is_read():
+    environment = Environment(tools=[build_search()])
+    prefix = environment.begin("Where?").force("<think>Time is up.</think>\n<answer>")
+    transcript = await environment.run("Where?", ScriptedModel("Paris</answer>").model, prefix=prefix)
+    assert (transcript.finish, transcript.answer) == ("answered", "Paris")
+    assert (await squad_judge({"answer": "Paris"}, transcript)).reward == 1.0
 
 
 async def test_a_prefix_of_another_author_is_never_trained_and_its_open_call_is_run():

@@ -41,7 +41,7 @@ import openai
 
 from tunesmith.chat.client import create_chat_completion
 from tunesmith.environments.environment import is_context_full
-from tunesmith.environments.protocols import read_calls, write_calls
+from tunesmith.environments.protocols import read_calls, write_calls, write_result
 from tunesmith.environments.toolbox import Toolbox
 from tunesmith.environments.transcript import Segment
 from tunesmith.errors import DataError, ToolUnavailableError
@@ -385,11 +385,6 @@ class TaskEnvironment:
                 return observation
             wrong = next(each for each in contents if not isinstance(each, str))
         raise TypeError(f"{self.name}: {what} must return text to observe, got {name_kind(wrong)}")
-
-
-def write_result(call_id: str, text: str) -> dict[str, Any]:
-    """The message with the result of a call."""
-    return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
 def find_split(identity: str) -> str:

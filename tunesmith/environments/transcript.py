@@ -118,8 +118,8 @@ class Transcript:
     @property
     def answer(self) -> str:
         r"""The final answer: inside of `<answer>` the last `\boxed{}`, else what is stated; empty without an answer."""
-        answers = [each for each in self.segments if each.kind == "answer"]
-        return read_prediction(answers[-1].text) if answers else ""
+        places = [place for place, each in enumerate(self.segments) if each.kind == "answer"]
+        return read_prediction(self._read_answer(places[-1])) if places else ""
 
     @property
     def text(self) -> str:
@@ -169,13 +169,19 @@ class Transcript:
                     replies.append(Reply(reasoning="".join(texts).strip(), calls=(record,)))
                     texts = []
                 case "answer":
-                    replies.append(Reply(reasoning="".join(texts).strip(), content=segment.text))
+                    replies.append(Reply(reasoning="".join(texts).strip(), content=self._read_answer(position)))
                     texts = []
                 case "thought" | "forced":
                     texts.append(segment.text)
         if texts:
             replies.append(Reply(reasoning="".join(texts).strip()))
         return tuple(replies)
+
+    def _read_answer(self, position: int) -> str:
+        """The text of an answer, from its opening tag on, which may have been forced."""
+        text = self.segments[position].text
+        _, opening, forced = self.cut(position).open_text.rpartition(ANSWER_OPEN)
+        return f"{opening}{forced}{text}" if opening and ANSWER_OPEN not in text else text
 
     def _find_result(self, position: int) -> Segment | None:
         call = self.segments[position]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from tunesmith.errors import StorageError
 from tunesmith.experience.store import RolloutFiles, keep_stored, open_rollouts, reading
+from tunesmith.rollout.failures import Cause, find_cause
 
 SCALARS = ["group_index", "run_index", "task_id", "reward", "advantage", "failure_where", "failure_message"]
 SCALARS += ["failure_line", "num_turns", "num_sampled_tokens"]
@@ -43,15 +43,6 @@ advantage that a trajectory does not have is NaN."""
 MAX_CAUSES = 2**15 - 1
 
 Rows = NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Cause:
-    """A kind of failure: where it happened, the error's type, and the line of user code."""
-
-    where: str
-    error: str
-    line: str
 
 
 class RolloutIndex:
@@ -170,11 +161,6 @@ class RolloutIndex:
             next_code = min(len(self._cause_codes), MAX_CAUSES - 1)
             found[row] = self._cause_codes.setdefault(find_cause(where or "", message or "", line), next_code)
         return found
-
-
-def find_cause(where: str, message: str, line: str | None) -> Cause:
-    """Failures have one cause if boundary, error type and line are equal; without a line, boundary and message."""
-    return Cause(where, message.partition(":")[0] if line else message[:300], line or "")
 
 
 def read_counted(read: Callable[[list[str]], pa.Table]) -> pa.Table:
