@@ -10,7 +10,7 @@ import pytest
 from agents import TOKENIZER, ScriptedModel, build_search
 
 from tunesmith.config import EnvironmentSection
-from tunesmith.environments import Environment, Transcript
+from tunesmith.environments import Environment, Segment, Transcript
 from tunesmith.environments.transcript import find_format_error
 from tunesmith.errors import ToolUnavailableError
 from tunesmith.experience.samples import build_samples
@@ -296,6 +296,9 @@ async def test_an_answer_whose_tag_is_forced_is_read():
     transcript = await environment.run("Where?", ScriptedModel("Paris</answer>").model, prefix=prefix)
     assert (transcript.finish, transcript.answer) == ("answered", "Paris")
     assert (await squad_judge({"answer": "Paris"}, transcript)).reward == 1.0
+    thought = Segment(kind="thought", text="Is it <answer>Rome", is_reasoning=True)
+    native = Transcript(question="?", segments=(thought, Segment(kind="answer", text="Paris")), protocol="native")
+    assert native.answer == "Paris"
 
 
 async def test_a_prefix_of_another_author_is_never_trained_and_its_open_call_is_run():

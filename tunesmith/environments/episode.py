@@ -39,7 +39,7 @@ from weakref import WeakKeyDictionary
 
 import openai
 
-from tunesmith.chat.client import create_chat_completion
+from tunesmith.chat.client import create_chat_completion, read_reasoning
 from tunesmith.environments.environment import is_context_full
 from tunesmith.environments.protocols import read_calls, write_calls, write_result
 from tunesmith.environments.toolbox import Toolbox
@@ -438,7 +438,7 @@ async def _play(task: Mapping[str, Any], environment: TaskEnvironment, model: An
                 break
             message = completion.choices[0].message
             given = Reply(message.content or "", read_calls(message) if tools else ())
-            reasoning = getattr(message, "reasoning_content", None)
+            reasoning = read_reasoning(message)
             chat.append(
                 {"role": "assistant", "content": str(given)}
                 | ({"reasoning_content": reasoning} if reasoning else {})

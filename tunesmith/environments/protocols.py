@@ -15,7 +15,8 @@ from typing import Any
 
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 
-from tunesmith.chat.parsers import THINK_CLOSE, THINK_OPEN
+from tunesmith.chat.client import read_reasoning
+from tunesmith.chat.parsers.reply import THINK_CLOSE, THINK_OPEN
 from tunesmith.environments.transcript import ANSWER_CLOSE, ANSWER_OPEN, Finish, Segment, Transcript, wrap_result
 from tunesmith.tools.tool import Tool
 
@@ -143,7 +144,7 @@ class NativeProtocol:
 
     def read(self, completion: ChatCompletion, transcript: Transcript, *, stop: Sequence[str]) -> ReadReply:
         message = completion.choices[0].message
-        reasoning = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None) or ""
+        reasoning = read_reasoning(message)
         content, end = message.content or "", find_end(completion, stop)
         segments = [Segment(kind="thought", text=reasoning, is_reasoning=True)] if reasoning else []
         is_answer = bool(content.strip()) and not message.tool_calls and end == "no_answer"

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from tunesmith.chat.parsers import THINK_CLOSE, THINK_OPEN
+from tunesmith.chat.parsers.reply import THINK_CLOSE, THINK_OPEN
 from tunesmith.errors import DataError
 from tunesmith.judges.squad import read_prediction
 from tunesmith.judges.transcript import Reply, ToolCallRecord
@@ -178,10 +178,12 @@ class Transcript:
         return tuple(replies)
 
     def _read_answer(self, position: int) -> str:
-        """The text of an answer, from its opening tag on, which may have been forced."""
+        """The text of an answer, in the protocol `tags` from its opening tag on, which may have been forced."""
         text = self.segments[position].text
+        if self.protocol == "native" or ANSWER_OPEN in text:
+            return text
         _, opening, forced = self.cut(position).open_text.rpartition(ANSWER_OPEN)
-        return f"{opening}{forced}{text}" if opening and ANSWER_OPEN not in text else text
+        return f"{opening}{forced}{text}" if opening else text
 
     def _find_result(self, position: int) -> Segment | None:
         call = self.segments[position]

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.chat.messages import Message, parse_messages
-from tunesmith.chat.parsers import HERMES, parse_reply
+from tunesmith.chat.parsers import parse_reply
+from tunesmith.chat.parsers.hermes import HERMES
 from tunesmith.judges.numeric import read_text
 
 MARKUP = re.compile(r"</?(?:think|tool_call|tool_response)>")

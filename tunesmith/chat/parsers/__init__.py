@@ -10,35 +10,10 @@ from tunesmith.chat.messages import Message
 from tunesmith.chat.parsers.call_format import CallFormat
 from tunesmith.chat.parsers.deepseek import DEEPSEEK
 from tunesmith.chat.parsers.harmony import HARMONY, HarmonyParser
-from tunesmith.chat.parsers.hermes import CALL_CLOSE, CALL_OPEN, HERMES
-from tunesmith.chat.parsers.incremental import Delta, IncrementalParser, join_deltas
+from tunesmith.chat.parsers.hermes import HERMES
 from tunesmith.chat.parsers.json_calls import JSON, LLAMA3, MISTRAL
-from tunesmith.chat.parsers.reply import THINK, THINK_CLOSE, THINK_OPEN, ReasoningTags, ReplyParser
+from tunesmith.chat.parsers.reply import THINK, ReasoningTags, ReplyParser
 from tunesmith.chat.parsers.xml_calls import GLM, QWEN3_CODER
-
-__all__ = [
-    "CALL_CLOSE",
-    "CALL_FORMATS",
-    "CALL_OPEN",
-    "HARMONY",
-    "HERMES",
-    "JSON",
-    "MISTRAL",
-    "REASONING_TAGS",
-    "THINK",
-    "THINK_CLOSE",
-    "THINK_OPEN",
-    "CallFormat",
-    "Delta",
-    "HarmonyParser",
-    "IncrementalParser",
-    "ReasoningTags",
-    "ReplyParser",
-    "find_call_format",
-    "find_reasoning_parser",
-    "join_deltas",
-    "parse_reply",
-]
 
 REASONING_TAGS = {"deepseek_r1": THINK, "mistral": ReasoningTags(opening="[THINK]", closing="[/THINK]")}
 

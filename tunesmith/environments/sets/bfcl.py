@@ -30,7 +30,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from tunesmith.chat.parsers import CALL_FORMATS, JSON
+from tunesmith.chat.parsers import CALL_FORMATS
+from tunesmith.chat.parsers.json_calls import JSON
 from tunesmith.environments.episode import Observation, Reply, Step, TaskEnvironment
 from tunesmith.environments.protocols import write_result
 from tunesmith.environments.sets import Stateless, find_package_data
