@@ -139,8 +139,8 @@ BRACKET = re.compile(r"[(\[{]")
 CHOICE = re.compile(r"^\s*\(([a-z])\)\s*$")
 ARTICLE_OF_WORD = re.compile(r"\b(?:the|an|a(?=\s+[a-z]{2}))\b")
 TOLERANCE, SMALL_TOLERANCE = Fraction(1, 10**9), Fraction(1, 10**6)
-"""Tolerances for numbers that are not whole, relative to the reference: of numbers up to 1, whose decimals are rounded,
-the first one is absolute and the second one relative. Whole numbers are compared exactly."""
+"""How far an answer may be from a reference if they are not both whole: the first, times the reference if that is above
+1, since decimals are rounded; but no more than the second times the reference, which may itself be tiny."""
 
 
 async def judge_number(task: Mapping[str, Any], response: Any) -> JudgeOutput:
