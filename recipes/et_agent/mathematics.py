@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from tunesmith.chat.parsers import THINK_CLOSE
+from tunesmith.chat.parsers.reply import THINK_CLOSE
 from tunesmith.commands.prepare.rows import check_calculations
 from tunesmith.config import EnvironmentSection
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import example, given, settings
@@ -17,6 +18,7 @@ from chat_templates import CHATML, LLAMA3, QWEN3, QWEN25
 from tunesmith.chat.messages import Message, parse_tools
 from tunesmith.chat.parsers import CALL_FORMATS
 from tunesmith.chat.renderer import Renderer
+from tunesmith.config.model import ToolCallParser
 from tunesmith.errors import ConfigError
 
 SCHEMA = {
@@ -214,7 +216,8 @@ def test_tools_are_described_with_the_templates_own_calls_if_it_renders_no_tools
         make_prompt({"role": "user", "content": "q"}).messages, tools=TOOLS
     )
     example = f"{BEGIN}<function-name>{SEP}<args-json-object>{END}{CALLS_END}"
-    assert f"For each function call, write:\n{CALLS_BEGIN}{example}" in RENDERERS["deepseek v3.1"]._unescape(text)
+    unescaped = RENDERERS["deepseek v3.1"]._template.special_tokens.unescape(text)
+    assert f"For each function call, write:\n{CALLS_BEGIN}{example}" in unescaped
     text = Renderer(build_family_tokenizer(CHATML))._template.render(
         make_prompt({"role": "user", "content": "q"}).messages, tools=TOOLS
     )
@@ -428,3 +431,7 @@ def test_models_whose_calls_are_read_are_not_reported(caplog):
         for each in (message, *[Message(role="assistant", content=FENCED)] * 9):
             renderer.watch_calls(each, TOOLS)
     assert not caplog.records
+
+
+def test_every_format_can_be_named_in_a_config():
+    assert get_args(ToolCallParser) == ("auto", *CALL_FORMATS, "none")

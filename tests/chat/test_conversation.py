@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from tunesmith.chat.conversation import EMPTY, ConversationCache
-from tunesmith.chat.messages import compute_match_keys, parse_messages
+from tunesmith.chat.conversation import EMPTY, ConversationCache, compute_match_keys
+from tunesmith.chat.messages import parse_messages
 
 
 def build_message(rng: random.Random, position: int) -> dict[str, object]:

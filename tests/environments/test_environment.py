@@ -10,10 +10,12 @@ import pytest
 from agents import TOKENIZER, ScriptedModel, build_search
 
 from tunesmith.config import EnvironmentSection
-from tunesmith.environments import Environment, Transcript
+from tunesmith.environments import Environment, Segment, Transcript
 from tunesmith.environments.transcript import find_format_error
 from tunesmith.errors import ToolUnavailableError
 from tunesmith.experience.samples import build_samples
+from tunesmith.judges.composite import squad_judge
+from tunesmith.judges.transcript import read_transcript
 from tunesmith.tools.tool import tool
 from tunesmith.types import Group, Task, Trajectory
 
@@ -107,6 +109,14 @@ async def test_counts_come_from_calls_and_not_from_text():
     transcript = await Environment(tools=[build_search()]).run("Where?", agent.model)
     assert transcript.tool_counts == {"search": 1}
     assert find_format_error(transcript) is not None
+
+
+async def test_arguments_are_as_long_as_they_were_written():
+    query = "\u4e2d\u56fd\u7684\u9996\u90fd\u662f\u54ea\u91cc"
+    agent = ScriptedModel(f"<think>?</think><search>{query}</search>", ANSWER)
+    transcript = await Environment(tools=[build_search()]).run("Where?", agent.model)
+    call, _ = read_transcript(transcript).replies
+    assert call.text == f'<think>?</think>\n{{"query": "{query}"}}'
 
 
 async def test_stop_strings_are_the_closing_tags_of_the_tools_and_of_the_answer():
@@ -278,6 +288,17 @@ async def test_a_hint_is_forced_and_never_trained():
     trained = [[text for is_sampled, text in split_by_mask(each) if is_sampled] for each in samples]
     assert [text for texts in trained for text in texts if "Wait" in text or "All about" in text] == []
     assert sum(texts.count(SEARCH) for texts in trained) == 1
+
+
+async def test_an_answer_whose_tag_is_forced_is_read():
+    environment = Environment(tools=[build_search()])
+    prefix = environment.begin("Where?").force("<think>Time is up.</think>\n<answer>")
+    transcript = await environment.run("Where?", ScriptedModel("Paris</answer>").model, prefix=prefix)
+    assert (transcript.finish, transcript.answer) == ("answered", "Paris")
+    assert (await squad_judge({"answer": "Paris"}, transcript)).reward == 1.0
+    thought = Segment(kind="thought", text="Is it <answer>Rome", is_reasoning=True)
+    native = Transcript(question="?", segments=(thought, Segment(kind="answer", text="Paris")), protocol="native")
+    assert native.answer == "Paris"
 
 
 async def test_a_prefix_of_another_author_is_never_trained_and_its_open_call_is_run():

@@ -189,6 +189,9 @@ def test_right_answers(text, answer):
         ("\\boxed{x \\equiv 5 \\pmod 7}", "7"),
         ("\\boxed{5 \\pmod 8}", "5 \\pmod 7"),
         ("\\boxed{5 \\pmod{10+7}}", "5 \\pmod{10}+7"),
+        ("The answer is 0", "6.626e-34"),
+        ("#### 3e-10", "1.5e-10"),
+        ("#### 0.0000000001", "0"),
     ],
 )
 def test_wrong_answers(text, answer):

@@ -114,3 +114,8 @@ def test_the_model_also_judges_other_answers_but_f1_is_the_reward():
     output, _ = score_with_model("Obama", "Barack Obama", YES, *[NO] * 10)
     assert output.reward == pytest.approx(2 / 3)
     assert output.metrics["llm_equal"] == 1.0
+
+
+def test_an_empty_answer_equals_no_reference():
+    assert score("", "the", ability="math").metrics == {"em": 0.0, "math_equal": 0.0}
+    assert score("the", "the", ability="math").metrics == {"em": 1.0, "math_equal": 1.0}

@@ -80,6 +80,9 @@ def test_counts_of_older_files_come_from_the_turns(tmp_path):
             rows[name].tolist() for rows in newer.iter_rows()
         ]
     assert older.find_step(1)["num_tokens"].min() > 0
+    StepFiles(root / "rollouts", ROLLOUT_STEPS).merge(committed_step=4, steps_per_file=4)
+    older.extend()
+    assert older.find_step(1)["num_tokens"].min() > 0, "the columns that a merged file has are empty"
     (run,) = open_runs([root])
     assert run.load_rollout(1, 0, 2).trajectory.failure.traceback is None
 

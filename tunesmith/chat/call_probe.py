@@ -10,7 +10,9 @@ import json
 import re
 from dataclasses import dataclass
 
-from tunesmith.chat.parsers import HARMONY, CallFormat, parse_reply
+from tunesmith.chat.parsers import parse_reply
+from tunesmith.chat.parsers.call_format import CallFormat
+from tunesmith.chat.parsers.harmony import HARMONY
 
 SENTINEL = "zqxjkvbpYw"
 """Argument of the probe; its position shows where the arguments end."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from openai.types.chat import ChatCompletion
+from openai.types.chat import ChatCompletion, ChatCompletionMessage
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 """Error code for a prompt that leaves no room for a sampled token."""
@@ -27,3 +27,8 @@ async def create_chat_completion(
     )
     assert isinstance(completion, ChatCompletion)
     return completion
+
+
+def read_reasoning(message: ChatCompletionMessage) -> str:
+    """The reasoning of a reply, in the field that its server gives it; empty if there is none."""
+    return getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None) or ""

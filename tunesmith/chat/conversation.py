@@ -3,16 +3,19 @@
 Agents send the whole conversation with each request, and each request extends an earlier one. `ConversationCache` finds
 the longest cached conversation that a request begins with, by its content, and parses only the messages that follow.
 A `Conversation` holds what grows with it: messages, match keys, and digests that recorded replies are found by.
+
+Conversations with equal match keys are the same conversation. Clients may send a message back in another form: null for
+empty content, text parts for text, other spacing in JSON arguments, other tool call ids, no reasoning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tunesmith.chat.memo import build_cache_key
-from tunesmith.chat.messages import MatchKey, MatchKeys, Message, build_reply_key, parse_messages
+from tunesmith.chat.messages import MatchKey, Message, build_reply_key, parse_messages
 
 LIST_HEADER_LENGTH = 5
 """Bytes before the items of a list in marshal's format: a type code and the number of items."""
@@ -27,7 +30,13 @@ class Conversation:
     messages: tuple[Message, ...] = ()
     content: bytes = b""
     """The messages as sent, in marshal's format, if the conversation is cached; it begins with that of its start."""
-    match_keys: MatchKeys = field(default_factory=MatchKeys)
+    keys: tuple[MatchKey, ...] = ()
+    """One of each message; tool calls are identified by their position in the conversation, not by their ids."""
+    call_positions: Mapping[str | None, int] = field(default_factory=dict)
+    """Id of a tool call -> its position."""
+    num_calls: int = 0
+    next_result: int = 0
+    """Position of the call that a result without an id belongs to."""
     num_characters: int = 0
     """Characters of content and reasoning in all messages."""
     digest: int = 0
@@ -35,25 +44,35 @@ class Conversation:
     reply_digests: tuple[tuple[int, int], ...] = ()
     """For each assistant message: the number of messages up to it, and the digest of their keys."""
 
-    @property
-    def keys(self) -> tuple[MatchKey, ...]:
-        return self.match_keys.keys
-
     def extend(self, messages: Sequence[Message], *, content: bytes = b"") -> Conversation:
         """This conversation and more messages; `content` is that of all of them."""
-        match_keys = self.match_keys.extend(messages)
-        digest, reply_digests, num_characters = self.digest, list(self.reply_digests), self.num_characters
-        num_old = len(self.messages)
-        for position, message in enumerate(messages, start=num_old):
-            digest = hash((digest, match_keys.keys[position]))
+        keys, digest, reply_digests = list(self.keys), self.digest, list(self.reply_digests)
+        call_positions, num_calls, next_result = dict(self.call_positions), self.num_calls, self.next_result
+        for message in messages:
             if message.role == "assistant":
-                reply_digests.append((position + 1, digest))
-            num_characters += message.num_characters
+                next_result = num_calls
+                for call in message.tool_calls:
+                    call_positions[call.call_id] = num_calls
+                    num_calls += 1
+                keys.append(build_reply_key(message))
+            elif message.role == "tool":
+                call_id = message.tool_call_id
+                position = call_positions.get(call_id, next_result) if call_id else next_result
+                next_result = position + 1
+                keys.append((message.role, message.content.strip(), position))
+            else:
+                keys.append((message.role, message.content.strip(), message.name))
+            digest = hash((digest, keys[-1]))
+            if message.role == "assistant":
+                reply_digests.append((len(keys), digest))
         return Conversation(
             messages=(*self.messages, *messages),
             content=content,
-            match_keys=match_keys,
-            num_characters=num_characters,
+            keys=tuple(keys),
+            call_positions=call_positions,
+            num_calls=num_calls,
+            next_result=next_result,
+            num_characters=self.num_characters + sum(message.num_characters for message in messages),
             digest=digest,
             reply_digests=tuple(reply_digests),
         )
@@ -64,6 +83,10 @@ class Conversation:
 
 
 EMPTY = Conversation()
+
+
+def compute_match_keys(messages: Sequence[Message]) -> tuple[MatchKey, ...]:
+    return EMPTY.extend(messages).keys
 
 
 class ConversationCache:

@@ -35,7 +35,7 @@ class Detokenizer:
         """Text of the ids without special tokens and `extra_hidden_ids`."""
         if self._bytes_of is not None and not extra_hidden_ids:
             return b"".join(map(self._bytes_of.__getitem__, ids)).decode(errors="replace")
-        hidden = self._hidden_ids.union(extra_hidden_ids) if extra_hidden_ids else self._hidden_ids
+        hidden = self._hidden_ids.union(extra_hidden_ids)
         return self._decode([token_id for token_id in ids if token_id not in hidden])
 
     def decode_text(self, ids: Sequence[int]) -> str | None:

@@ -1,16 +1,14 @@
 """Chat messages as one frozen type, independent of how a client formats them.
 
-Input: `messages` and `tools` of an OpenAI chat request. Output: `Message`s, the dicts a chat template reads, and match
-keys. Conversations with equal match keys are the same conversation. Clients may send a message back in another form:
-null for empty content, text parts for text, other spacing in JSON arguments, other tool call ids, no reasoning.
-Input that a text model cannot read raises a `ValueError` that names the message.
+Input: `messages` and `tools` of an OpenAI chat request. Output: `Message`s, and the dicts a chat template reads. Input
+that a text model cannot read raises a `ValueError` that names the message.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.chat.memo import memoize_value
@@ -31,6 +29,7 @@ TEXT_PART_FIELDS = {"text": "text", "input_text": "text", "output_text": "text",
 """Type of a text content part -> the field that holds its text."""
 
 MatchKey = tuple[Any, ...]
+"""Identifies a message, whatever form it is sent in."""
 
 NUM_CACHED_TOOL_LISTS, MAX_TOOL_LIST_BYTES = 64, 1_000_000
 """Cache size and key length for parsed lists of tools."""
@@ -185,48 +184,10 @@ def parse_tools(raw: Any) -> tuple[dict[str, Any], ...]:
     return tuple(tools)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MatchKeys:
-    """One key per message; tool calls are identified by their position in the conversation, not by their ids."""
-
-    keys: tuple[MatchKey, ...] = ()
-    position_of: dict[str | None, int] = field(default_factory=dict)
-    """Id of a tool call -> its position."""
-    num_calls: int = 0
-    next_result: int = 0
-    """Position of the call that a result without an id belongs to."""
-
-    def extend(self, messages: Sequence[Message]) -> MatchKeys:
-        """The keys of these messages and more of them."""
-        keys: list[MatchKey] = []
-        position_of = {**self.position_of} if any(message.tool_calls for message in messages) else self.position_of
-        num_calls, next_result = self.num_calls, self.next_result
-        for message in messages:
-            if message.role == "assistant":
-                next_result = num_calls
-                for call in message.tool_calls:
-                    position_of[call.call_id] = num_calls
-                    num_calls += 1
-                keys.append(build_reply_key(message))
-            elif message.role == "tool":
-                position = position_of.get(message.tool_call_id, next_result) if message.tool_call_id else next_result
-                next_result = position + 1
-                keys.append((message.role, message.content.strip(), position))
-            else:
-                keys.append((message.role, message.content.strip(), message.name))
-        return MatchKeys(
-            keys=(*self.keys, *keys), position_of=position_of, num_calls=num_calls, next_result=next_result
-        )
-
-
 def build_reply_key(message: Message) -> MatchKey:
     """The match key of a message of the assistant, which does not depend on those before it."""
     calls = tuple([(call.name, _canonical_json(call.arguments)) for call in message.tool_calls])
     return message.role, message.content.strip(), calls
-
-
-def compute_match_keys(messages: Sequence[Message]) -> tuple[MatchKey, ...]:
-    return MatchKeys().extend(messages).keys
 
 
 def _canonical_json(text: str) -> str:

@@ -24,18 +24,12 @@ from tunesmith.chat.call_probe import SENTINEL
 from tunesmith.chat.detokenize import REPLACEMENT, Detokenizer, is_raw_byte, read_byte_level
 from tunesmith.chat.memo import MAX_TOTAL_LENGTH, memoize, memoize_value
 from tunesmith.chat.messages import MAX_TOOL_LIST_BYTES, NUM_CACHED_TOOL_LISTS, Message, ToolCall
-from tunesmith.chat.parsers import (
-    HARMONY,
-    HERMES,
-    JSON,
-    REASONING_TAGS,
-    THINK,
-    HarmonyParser,
-    IncrementalParser,
-    ReplyParser,
-    find_reasoning_parser,
-    parse_reply,
-)
+from tunesmith.chat.parsers import REASONING_TAGS, find_reasoning_parser, parse_reply
+from tunesmith.chat.parsers.harmony import HARMONY, HarmonyParser
+from tunesmith.chat.parsers.hermes import HERMES
+from tunesmith.chat.parsers.incremental import IncrementalParser
+from tunesmith.chat.parsers.json_calls import JSON
+from tunesmith.chat.parsers.reply import THINK, ReplyParser
 from tunesmith.chat.special_tokens import ESCAPE
 from tunesmith.chat.template import NUM_CACHED_PROMPTS, ChatTemplate
 from tunesmith.types import Sampling
@@ -145,7 +139,7 @@ class Renderer:
         if not text:
             return ()
         self._check_length(text, max_tokens)
-        return self._encode_delta(text if self._special_tokens is None else self._special_tokens.escape(text))
+        return self._encode_delta(self._special_tokens.escape(text))
 
     def encode_prompt(self, text: str, *, adds_special_tokens: bool, max_tokens: int | None = None) -> tuple[int, ...]:
         """Ids of a prompt that the client rendered; special tokens in it are read as such."""
@@ -193,11 +187,11 @@ class Renderer:
         call = self.rendered_call
         text = call.start
         if name is not None:
-            escaped = name if self._special_tokens is None else self._special_tokens.escape(name)
+            escaped = self._special_tokens.escape(name)
             text += json.dumps(escaped, ensure_ascii=False)[1:-1] + (call.separator if has_grammar else call.middle)
         if self.is_reasoning_open(prompt_ids):
             text = f"\n{self.reasoning_tags.closing}\n\n{text}"
-        return self._unescape(text), self.encode(text)
+        return self._special_tokens.unescape(text), self.encode(text)
 
     def build_parser(
         self,
@@ -315,7 +309,7 @@ class Renderer:
             except ValueError:
                 continue
             if delta is not None:
-                text = self._unescape(delta)
+                text = self._special_tokens.unescape(delta)
                 if all(_is_rendered(message, text) for message in new):
                     return delta
         return None
@@ -335,12 +329,9 @@ class Renderer:
         in_arguments = Message(role="assistant", tool_calls=(*calls[:-1], last))
         return [in_arguments] if self.is_harmony else [replace(content, tool_calls=tuple(calls)), in_arguments, content]
 
-    def _unescape(self, text: str) -> str:
-        return text if self._special_tokens is None else self._special_tokens.unescape(text)
-
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of text rendered by the template."""
-        if self._special_tokens is not None and ESCAPE in text:
+        if ESCAPE in text:
             with _refuse_surrogates():
                 return tuple(self._special_tokens.encode(text))
         return self._encode_plain(text)

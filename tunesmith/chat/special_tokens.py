@@ -36,6 +36,7 @@ class SpecialTokens:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ids: Mapping[str, int]) -> None:
         """`ids`: string -> id of the special tokens to escape."""
         self._tokenizer = tokenizer
+        self._has_backend = isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer)
         self._ids = ids
         self._is_special = frozenset(ids.values()) - {tokenizer.unk_token_id}
         strings = [*filter(None, ids), ESCAPE]
@@ -72,16 +73,14 @@ class SpecialTokens:
         """Ids of escaped text; no escaped string becomes a special token."""
         num_expected = sum(self._ids[found] in self._is_special for found in self._special_pattern.findall(text))
         for is_split in (False, True):  # an escaped string that is also in the vocabulary is encoded in two parts
-            ids = self._encode_escaped(text, is_split=is_split)
+            if self._has_backend:
+                unescape = self._build_unescape(self._encoder.separator if is_split else "")
+                ids = self._encoder.encode(text, self._escape_pattern, unescape)
+            else:
+                ids = self._encode_split(text, is_split=is_split)
             if sum(token_id in self._is_special for token_id in ids) <= num_expected:
                 return ids
         raise ValueError("the messages contain the text of a special token, which the tokenizer cannot encode as text")
-
-    def _encode_escaped(self, text: str, *, is_split: bool) -> list[int]:
-        if isinstance(getattr(self._tokenizer, "backend_tokenizer", None), Tokenizer):
-            unescape = self._build_unescape(self._encoder.separator if is_split else "")
-            return self._encoder.encode(text, self._escape_pattern, unescape)
-        return self._encode_split(text, is_split=is_split)
 
     def _build_unescape(self, separator: str) -> Unescape:
         """A function that replaces an escape by its string, with `separator` after the first character."""

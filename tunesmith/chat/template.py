@@ -23,18 +23,12 @@ from transformers import PreTrainedTokenizerBase
 from tunesmith.chat.call_probe import PROBE, PROBE_CALL_ID, SENTINEL, RenderedCall, find_rendered_call
 from tunesmith.chat.memo import MAX_TOTAL_LENGTH, memoize_value
 from tunesmith.chat.messages import Message, ToolCall, load_arguments
-from tunesmith.chat.parsers import (
-    CALL_CLOSE,
-    CALL_FORMATS,
-    CALL_OPEN,
-    HARMONY,
-    HERMES,
-    JSON,
-    THINK_CLOSE,
-    THINK_OPEN,
-    CallFormat,
-)
-from tunesmith.chat.parsers.call_format import Tools
+from tunesmith.chat.parsers import CALL_FORMATS
+from tunesmith.chat.parsers.call_format import CallFormat, Tools
+from tunesmith.chat.parsers.harmony import HARMONY
+from tunesmith.chat.parsers.hermes import CALL_CLOSE, CALL_OPEN, HERMES
+from tunesmith.chat.parsers.json_calls import JSON
+from tunesmith.chat.parsers.reply import THINK_CLOSE, THINK_OPEN
 from tunesmith.chat.special_tokens import SpecialTokens, build_pattern
 from tunesmith.chat.template_rendering import JinjaTemplate, Variables
 from tunesmith.errors import ConfigError
@@ -174,7 +168,7 @@ class ChatTemplate:
         special |= {i: str(tokenizer.convert_ids_to_tokens(i)) for i in tokenizer.all_special_ids}
         self.special_ids = {text: token_id for token_id, text in special.items() if text not in MARKUP}
         """String of each special token -> its id."""
-        self.special_tokens = SpecialTokens(tokenizer, self.special_ids) if split_special_tokens else None
+        self.special_tokens = SpecialTokens(tokenizer, self.special_ids if split_special_tokens else {})
         self._turn_pattern = build_pattern(self.special_ids)
         """Special tokens that are not inside of an assistant message."""
         self._writes_arguments_as_text = self._is_harmony = False
@@ -278,9 +272,7 @@ class ChatTemplate:
             tail = self.rendered_call.tail.replace(PROBE_CALL_ID, call_id)
             return after[found.start() :] if after[: found.start()] == tail and tail.rstrip() == tail else None
         if appended:
-            written = after[: found.start()]
-            if self.special_tokens is not None:
-                written = self.special_tokens.unescape(written)
+            written = self.special_tokens.unescape(after[: found.start()])
             is_end = self.end_of_turn is None or found.group() in self._ends_of_turn
             return after if is_end and written.rstrip() == appended.rstrip() else None
         is_end = found.start() == 0 if self.end_of_turn is None else found.group() in self._ends_of_turn
@@ -294,10 +286,8 @@ class ChatTemplate:
         return (self._render_cached if is_cached else self._render_inputs)(inputs)
 
     def _render_inputs(self, inputs: list[Any]) -> str:
-        if self.special_tokens is not None:
-            inputs = self.special_tokens.escape(inputs)
         try:
-            return self._jinja.render(*inputs)
+            return self._jinja.render(*self.special_tokens.escape(inputs))
         except (TemplateError, TypeError, KeyError) as error:
             raise ValueError(f"the model's chat template rejects these messages: {error}") from error
 

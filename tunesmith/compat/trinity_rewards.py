@@ -14,7 +14,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from tunesmith.chat.client import create_chat_completion
+from tunesmith.chat.client import create_chat_completion, read_reasoning
 from tunesmith.errors import ConfigError
 from tunesmith.judges.numeric import read_braces, read_text, score_numeric
 from tunesmith.judges.tir import score_math
@@ -174,7 +174,7 @@ async def _answer(task: Mapping[str, Any], model: Any, prompt: str, judge: Rewar
     question = str(_read(task, "prompt_key", "question"))
     messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
     message = (await create_chat_completion(model, messages)).choices[0].message
-    reasoning = getattr(message, "reasoning_content", None)
+    reasoning = read_reasoning(message)
     response = f"<think>{reasoning}</think>{message.content or ''}" if reasoning else message.content or ""
     judged = await judge(task, response)
     return WorkflowOutput(response=response, reward=judged.reward, metrics=judged.metrics)

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from tunesmith.config.section import Needs, Section, Temperature
 from tunesmith.types import MAX_COUNT
 
-CALL_FORMATS = {
-    "harmony": "harmony:HARMONY",
-    "deepseek": "deepseek:DEEPSEEK",
-    "mistral": "json_calls:MISTRAL",
-    "qwen3_coder": "xml_calls:QWEN3_CODER",
-    "glm": "xml_calls:GLM",
-    "hermes": "hermes:HERMES",
-    "llama3_json": "json_calls:LLAMA3",
-    "json": "json_calls:JSON",
-}
-"""Formats of tool calls -> where `tunesmith.chat.parsers` has them, in the order in which they are tried: Qwen3-Coder
-and GLM write Hermes' outer tag too, and Llama's calls have no tags. No template asks for `json`, so it is not tried."""
-if TYPE_CHECKING:
-    ToolCallParser = str
-else:
-    ToolCallParser = Literal["auto", *CALL_FORMATS, "none"]
+ToolCallParser = Literal[
+    "auto", "harmony", "deepseek", "mistral", "qwen3_coder", "glm", "hermes", "llama3_json", "json", "none"
+]
 ReasoningParser = Literal["auto", "deepseek_r1", "mistral", "harmony", "none"]
 
 

@@ -16,9 +16,9 @@ import openai
 
 from tunesmith.chat.client import CONTEXT_LENGTH_EXCEEDED, create_chat_completion
 from tunesmith.config.environment import EnvironmentSection
-from tunesmith.environments.protocols import NativeProtocol, ReadReply, TagProtocol, build_conversation
+from tunesmith.environments.protocols import NativeProtocol, TagProtocol, build_conversation
 from tunesmith.environments.toolbox import Toolbox
-from tunesmith.environments.transcript import Finish, Segment, Transcript
+from tunesmith.environments.transcript import Segment, Transcript
 from tunesmith.tools.tool import Tool
 
 OVERLONG = "maximum context length"
@@ -41,9 +41,7 @@ class Environment:
         if len(self.tools) < len(tools):
             raise ValueError(f"two tools have the same name: {', '.join(sorted(each.name for each in tools))}")
         self.protocol = (
-            TagProtocol(tools=self.tools, opening=self.config.opening)
-            if self.config.protocol == "tags"
-            else NativeProtocol(tools=self.tools)
+            TagProtocol(tools=self.tools) if self.config.protocol == "tags" else NativeProtocol(tools=self.tools)
         )
         self.system_prompt = build_system_prompt(self.config, tools)
 
@@ -63,7 +61,8 @@ class Environment:
 
     def begin(self, question: str) -> Transcript:
         """The transcript of a rollout before its first model call."""
-        return self.protocol.begin(question)
+        transcript = Transcript(question=question, protocol=self.config.protocol)
+        return transcript.force(self.config.opening) if self.config.opening else transcript
 
     async def run(
         self,
@@ -157,23 +156,14 @@ class Environment:
             if not is_context_full(error):
                 raise
             return replace(transcript, finish="length")
-        reply = self.protocol.read(completion, transcript, stop=stop)
-        transcript = transcript.append(*reply.segments)
-        return replace(transcript, finish=None if transcript.open_calls else find_finish(reply))
+        segments, finish = self.protocol.read(completion, transcript, stop=stop)
+        transcript = transcript.append(*segments)
+        return replace(transcript, finish=None if transcript.open_calls else finish)
 
 
 def is_context_full(error: openai.BadRequestError) -> bool:
     """Whether a request was refused because its prompt fills the context."""
     return error.code == CONTEXT_LENGTH_EXCEEDED or OVERLONG in str(error)
-
-
-def find_finish(reply: ReadReply) -> Finish:
-    """Why a rollout ended whose last reply calls no tool."""
-    if reply.is_answer:
-        return "answered"
-    if reply.stop:
-        return "stopped"
-    return "length" if reply.is_truncated else "no_answer"
 
 
 TAGS_WITH_TOOLS = """Solve the problem step by step. You may use these tools:

@@ -39,9 +39,9 @@ from weakref import WeakKeyDictionary
 
 import openai
 
-from tunesmith.chat.client import create_chat_completion
+from tunesmith.chat.client import create_chat_completion, read_reasoning
 from tunesmith.environments.environment import is_context_full
-from tunesmith.environments.protocols import read_calls, write_calls
+from tunesmith.environments.protocols import read_calls, write_calls, write_result
 from tunesmith.environments.toolbox import Toolbox
 from tunesmith.environments.transcript import Segment
 from tunesmith.errors import DataError, ToolUnavailableError
@@ -387,11 +387,6 @@ class TaskEnvironment:
         raise TypeError(f"{self.name}: {what} must return text to observe, got {name_kind(wrong)}")
 
 
-def write_result(call_id: str, text: str) -> dict[str, Any]:
-    """The message with the result of a call."""
-    return {"role": "tool", "tool_call_id": call_id, "content": text}
-
-
 def find_split(identity: str) -> str:
     """The split of a task: one in four is held out."""
     return "train" if hashlib.sha256(identity.encode()).digest()[0] % 4 else "test"
@@ -443,7 +438,7 @@ async def _play(task: Mapping[str, Any], environment: TaskEnvironment, model: An
                 break
             message = completion.choices[0].message
             given = Reply(message.content or "", read_calls(message) if tools else ())
-            reasoning = getattr(message, "reasoning_content", None)
+            reasoning = read_reasoning(message)
             chat.append(
                 {"role": "assistant", "content": str(given)}
                 | ({"reasoning_content": reasoning} if reasoning else {})

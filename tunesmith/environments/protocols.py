@@ -15,21 +15,13 @@ from typing import Any
 
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 
-from tunesmith.chat.parsers import THINK_CLOSE, THINK_OPEN
-from tunesmith.environments.transcript import ANSWER_CLOSE, ANSWER_OPEN, Segment, Transcript, wrap_result
+from tunesmith.chat.client import read_reasoning
+from tunesmith.chat.parsers.reply import THINK_CLOSE, THINK_OPEN
+from tunesmith.environments.transcript import ANSWER_CLOSE, ANSWER_OPEN, Finish, Segment, Transcript, wrap_result
 from tunesmith.tools.tool import Tool
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadReply:
-    """The segments of one model call, and how it ended."""
-
-    segments: tuple[Segment, ...]
-    is_truncated: bool = False
-    """Out of tokens."""
-    is_answer: bool = False
-    stop: str = ""
-    """The caller's stop string that ended it."""
+ReadReply = tuple[tuple[Segment, ...], Finish]
+"""The segments of one model call, and why the rollout ends with it if it calls no tool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +29,6 @@ class TagProtocol:
     """Thoughts, calls, results and the answer as tags inside one assistant turn."""
 
     tools: Mapping[str, Tool]
-    opening: str = ""
-
-    def begin(self, question: str) -> Transcript:
-        transcript = Transcript(question=question, protocol="tags")
-        return transcript.force(self.opening) if self.opening else transcript
 
     def build_request(self, transcript: Transcript, *, system: str, stop: Sequence[str]) -> dict[str, Any]:
         """`messages` and other fields of the next chat request."""
@@ -58,16 +45,11 @@ class TagProtocol:
         return (*(f"</{name}>" for name in self.tools), ANSWER_CLOSE)
 
     def read(self, completion: ChatCompletion, transcript: Transcript, *, stop: Sequence[str]) -> ReadReply:
-        choice = completion.choices[0]
-        text = choice.message.content or ""
+        text = completion.choices[0].message.content or ""
         number = len(transcript.calls) + transcript.refused_calls
         segments = self.read_text(text, before=transcript.open_text, number=number)
-        return ReadReply(
-            segments=count_tokens(segments, completion),
-            is_truncated=choice.finish_reason == "length",
-            is_answer=bool(segments) and segments[-1].kind == "answer",
-            stop=next((each for each in stop if text.endswith(each)), ""),
-        )
+        is_answer = bool(segments) and segments[-1].kind == "answer"
+        return count_tokens(segments, completion), "answered" if is_answer else find_end(completion, stop)
 
     def read_text(self, text: str, *, before: str = "", number: int = 0) -> tuple[Segment, ...]:
         """The segments of text up to a closing tag; `before` is earlier text of the same step."""
@@ -101,6 +83,14 @@ class TagProtocol:
     def write_answer(self, thought: str, answer: str) -> tuple[Segment, ...]:
         """The segments with which an author other than the model answers."""
         return self.read_text(f"{THINK_OPEN}{thought}{THINK_CLOSE}\n{ANSWER_OPEN}\\boxed{{{answer}}}{ANSWER_CLOSE}")
+
+
+def find_end(completion: ChatCompletion, stop: Sequence[str]) -> Finish:
+    """Why a rollout ends with a reply that neither answers nor calls a tool; `stop`: the caller's stop strings."""
+    choice = completion.choices[0]
+    if (choice.message.content or "").endswith(tuple(filter(None, stop))):
+        return "stopped"
+    return "length" if choice.finish_reason == "length" else "no_answer"
 
 
 def count_tokens(segments: Sequence[Segment], completion: ChatCompletion) -> tuple[Segment, ...]:
@@ -139,9 +129,6 @@ class NativeProtocol:
 
     tools: Mapping[str, Tool]
 
-    def begin(self, question: str) -> Transcript:
-        return Transcript(question=question, protocol="native")
-
     def build_request(self, transcript: Transcript, *, system: str, stop: Sequence[str]) -> dict[str, Any]:
         messages = [*build_messages(system, transcript.question), *build_chat(transcript)]
         fields: dict[str, Any] = {"messages": messages}
@@ -156,20 +143,15 @@ class NativeProtocol:
         return fields | ({"extra_body": extra} if extra else {})
 
     def read(self, completion: ChatCompletion, transcript: Transcript, *, stop: Sequence[str]) -> ReadReply:
-        choice = completion.choices[0]
-        message = choice.message
-        reasoning = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None) or ""
-        content = message.content or ""
-        is_truncated = choice.finish_reason == "length"
-        stopped = next((each for each in stop if content.endswith(each)), "")
+        message = completion.choices[0].message
+        reasoning = read_reasoning(message)
+        content, end = message.content or "", find_end(completion, stop)
         segments = [Segment(kind="thought", text=reasoning, is_reasoning=True)] if reasoning else []
-        is_answer = bool(content.strip()) and not message.tool_calls and not is_truncated and not stopped
+        is_answer = bool(content.strip()) and not message.tool_calls and end == "no_answer"
         if content:
             segments.append(Segment(kind="answer" if is_answer else "thought", text=content))
         segments += read_calls(message)
-        return ReadReply(
-            segments=count_tokens(segments, completion), is_truncated=is_truncated, is_answer=is_answer, stop=stopped
-        )
+        return count_tokens(segments, completion), "answered" if is_answer else end
 
     def wrap(self, result: Segment) -> Segment:
         return result
@@ -212,13 +194,18 @@ def write_calls(calls: Sequence[Segment]) -> list[dict[str, Any]]:
     ]
 
 
+def write_result(call_id: str, text: str) -> dict[str, Any]:
+    """The message with the result of a call."""
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
 def build_chat(transcript: Transcript) -> list[dict[str, Any]]:
     """The assistant and tool messages of a native transcript."""
     messages: list[dict[str, Any]] = []
     reply: dict[str, Any] | None = None
     for segment in transcript.segments:
         if segment.kind == "result":
-            messages.append({"role": "tool", "tool_call_id": segment.call_id, "content": segment.text})
+            messages.append(write_result(segment.call_id, segment.text))
             reply = None
             continue
         if reply is None:
@@ -242,15 +229,9 @@ def build_conversation(
             raise ValueError("forced text in a native transcript cannot be left out of training: set trains_forced")
         row: dict[str, Any] = {"messages": [*first, *build_chat(transcript)]}
         return row | ({"tools": list(tools)} if tools else {})
+    untrained = ("result",) if trains_forced else ("result", "forced")
     parts = [
         {"type": "text", "text": "".join(each.text for each in segments), "weight": weight}
-        for weight, segments in groupby(
-            transcript.segments, key=lambda each: int(is_written(each) or (trains_forced and each.kind == "forced"))
-        )
+        for weight, segments in groupby(transcript.segments, key=lambda each: int(each.kind not in untrained))
     ]
     return {"messages": [*first, {"role": "assistant", "content": parts}]}
-
-
-def is_written(segment: Segment) -> bool:
-    """Whether the agent wrote the text: a thought, a call or the answer."""
-    return segment.kind not in ("result", "forced")

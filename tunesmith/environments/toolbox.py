@@ -7,7 +7,6 @@ and must give the same results.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,6 +15,7 @@ from typing import Any
 
 from tunesmith.environments.transcript import Segment, Transcript
 from tunesmith.errors import ToolUnavailableError
+from tunesmith.rollout.cancellation import gather_all
 from tunesmith.rollout.open_sessions import SESSIONS
 from tunesmith.storage import clean_text
 from tunesmith.tools.python.call import shorten_text
@@ -62,13 +62,8 @@ class Toolbox:
         """The results of calls, in order; calls of stateless tools run at the same time."""
         refusals = [self._count(call) for call in calls]
         if self.has_state or any(call.tool in self.tools and self.tools[call.tool].is_stateful for call in calls):
-            return [await self._run(call, refusal) for call, refusal in zip(calls, refusals, strict=True)]
-        runs = (self._run(call, refusal) for call, refusal in zip(calls, refusals, strict=True))
-        results = await asyncio.gather(*runs, return_exceptions=True)
-        for each in results:
-            if isinstance(each, BaseException):
-                raise each
-        return [each for each in results if isinstance(each, Segment)]
+            return [await run for run in map(self._run, calls, refusals)]
+        return await gather_all(map(self._run, calls, refusals))
 
     def _count(self, call: Segment) -> ToolResult | None:
         """Count a call that is within the limits; the result of one that is not run."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from tunesmith.chat.parsers import THINK_CLOSE, THINK_OPEN
+from tunesmith.chat.parsers.reply import THINK_CLOSE, THINK_OPEN
 from tunesmith.errors import DataError
 from tunesmith.judges.squad import read_prediction
 from tunesmith.judges.transcript import Reply, ToolCallRecord
@@ -118,8 +118,8 @@ class Transcript:
     @property
     def answer(self) -> str:
         r"""The final answer: inside of `<answer>` the last `\boxed{}`, else what is stated; empty without an answer."""
-        answers = [each for each in self.segments if each.kind == "answer"]
-        return read_prediction(answers[-1].text) if answers else ""
+        places = [place for place, each in enumerate(self.segments) if each.kind == "answer"]
+        return read_prediction(self._read_answer(places[-1])) if places else ""
 
     @property
     def text(self) -> str:
@@ -162,18 +162,28 @@ class Transcript:
                 case "call":
                     found = self._find_result(position)
                     result = None if found is None else found.result
-                    arguments = json.dumps(segment.arguments) if segment.arguments is not None else segment.text
+                    arguments = (
+                        segment.text if segment.arguments is None else json.dumps(segment.arguments, ensure_ascii=False)
+                    )
                     record = ToolCallRecord(name=segment.tool, arguments=arguments, result=result)
                     replies.append(Reply(reasoning="".join(texts).strip(), calls=(record,)))
                     texts = []
                 case "answer":
-                    replies.append(Reply(reasoning="".join(texts).strip(), content=segment.text))
+                    replies.append(Reply(reasoning="".join(texts).strip(), content=self._read_answer(position)))
                     texts = []
                 case "thought" | "forced":
                     texts.append(segment.text)
         if texts:
             replies.append(Reply(reasoning="".join(texts).strip()))
         return tuple(replies)
+
+    def _read_answer(self, position: int) -> str:
+        """The text of an answer, in the protocol `tags` from its opening tag on, which may have been forced."""
+        text = self.segments[position].text
+        if self.protocol == "native" or ANSWER_OPEN in text:
+            return text
+        _, opening, forced = self.cut(position).open_text.rpartition(ANSWER_OPEN)
+        return f"{opening}{forced}{text}" if opening else text
 
     def _find_result(self, position: int) -> Segment | None:
         call = self.segments[position]

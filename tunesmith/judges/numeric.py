@@ -138,8 +138,9 @@ SIZED = re.compile(r"\\(?:left|right)(?![a-z])")
 BRACKET = re.compile(r"[(\[{]")
 CHOICE = re.compile(r"^\s*\(([a-z])\)\s*$")
 ARTICLE_OF_WORD = re.compile(r"\b(?:the|an|a(?=\s+[a-z]{2}))\b")
-RELATIVE_TOLERANCE = Fraction(1, 10**9)
-"""Tolerance for numbers that are not whole; whole numbers are compared exactly."""
+TOLERANCE, SMALL_TOLERANCE = Fraction(1, 10**9), Fraction(1, 10**6)
+"""How far an answer may be from a reference if they are not both whole: the first, times the reference if that is above
+1, since decimals are rounded; but no more than the second times the reference, which may itself be tiny."""
 
 
 async def judge_number(task: Mapping[str, Any], response: Any) -> JudgeOutput:
@@ -253,19 +254,21 @@ def has_formula(text: str) -> bool:
 
 def normalize_formula(text: str) -> str:
     r"""Lower case and single spaces, without dollar signs, `\left`, `\right`, thousands separators, the signs between
-    the items of a list, brackets around one letter and a final full stop; every other sign is kept."""
+    the items of a list, brackets around one letter and a final full stop; every other sign is kept, and so is a text of
+    such signs alone, so that an empty answer matches nothing."""
     bare = SIZED.sub("", text.lower()).replace("\\$", "").replace("$", "").replace("\\%", "%")
     bare = bare.replace("\N{MINUS SIGN}", "-")
     if not BRACKET.search(bare):  # (2,251,252) is a triple
         bare = THOUSANDS.sub("", bare)
     bare = CHOICE.sub(r"\1", bare)
-    return " ".join(ARTICLE_OF_WORD.sub(" ", re.sub("[,;]", " ", bare)).rstrip(" .").split())
+    kept = " ".join(ARTICLE_OF_WORD.sub(" ", re.sub("[,;]", " ", bare)).rstrip(" .").split())
+    return kept or " ".join(text.lower().split())
 
 
 def is_equal(left: Fraction, right: Fraction) -> bool:
     if left.denominator == right.denominator == 1:
         return left == right
-    return abs(left - right) <= RELATIVE_TOLERANCE * max(Fraction(1), abs(right))
+    return abs(left - right) <= min(TOLERANCE * max(Fraction(1), abs(right)), SMALL_TOLERANCE * abs(right))
 
 
 def _find_formula(text: str, start: int) -> str | None:

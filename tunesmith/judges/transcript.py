@@ -7,14 +7,14 @@ tags are parsed as in sampled text, so an empty reasoning tag gives no reasoning
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from tunesmith.chat.messages import Message, parse_messages
-from tunesmith.chat.parsers import ReplyParser
+from tunesmith.chat.parsers import parse_reply
+from tunesmith.chat.parsers.hermes import HERMES
 from tunesmith.judges.numeric import read_text
 
 MARKUP = re.compile(r"</?(?:think|tool_call|tool_response)>")
@@ -84,13 +84,6 @@ class Transcript:
         return self.replies[-1].content if self.replies else ""
 
 
-@runtime_checkable
-class HasReplies(Protocol):
-    """A response that knows its replies, as the transcripts of environments do."""
-
-    def build_replies(self) -> tuple[Reply, ...]: ...
-
-
 def build_transcript(messages: Sequence[Mapping[str, Any]]) -> Transcript:
     """Convert the assistant and tool messages of a conversation in chat completion format."""
     parsed = parse_messages(list(messages))
@@ -107,7 +100,7 @@ def build_transcript(messages: Sequence[Mapping[str, Any]]) -> Transcript:
 def read_transcript(response: Any) -> Transcript:
     if isinstance(response, Transcript):
         return response
-    if isinstance(response, HasReplies):
+    if hasattr(response, "build_replies"):
         return Transcript(replies=response.build_replies())
     if isinstance(response, Mapping) and "messages" in response:
         return build_transcript(response["messages"])
@@ -117,16 +110,12 @@ def read_transcript(response: Any) -> Transcript:
 
 
 def _read_reply(message: Message, results: Mapping[str | None, list[str | None]]) -> Reply:
-    """Parse tags in the content; calls that are already structured are kept, and take the last of their results."""
-    numbers = itertools.count()
-    parser = ReplyParser(new_call_id=lambda: f"text{next(numbers)}", has_reasoning=True, has_tool_calls=True)
-    parsed = parser.parse(message.content)
-    calls = (*parsed.tool_calls, *message.tool_calls)
-    return Reply(
-        reasoning="\n".join(part for part in (message.reasoning, parsed.reasoning) if part),
-        content=parsed.content,
-        calls=tuple(
-            ToolCallRecord(name=c.name, arguments=c.arguments, result=(results.get(c.call_id) or [None]).pop())
-            for c in calls
-        ),
-    )
+    """Parse tags in the content, whose calls have no results; calls that are already structured are kept, and take the
+    last of their results."""
+    parsed = parse_reply(message.content, HERMES)
+    calls = [ToolCallRecord(name=each.name, arguments=each.arguments) for each in parsed.tool_calls]
+    for each in message.tool_calls:
+        result = (results.get(each.call_id) or [None]).pop()
+        calls.append(ToolCallRecord(name=each.name, arguments=each.arguments, result=result))
+    reasoning = "\n".join(part for part in (message.reasoning, parsed.reasoning) if part)
+    return Reply(reasoning=reasoning, content=parsed.content, calls=tuple(calls))

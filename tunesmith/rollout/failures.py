@@ -6,6 +6,7 @@ import re
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -81,10 +82,10 @@ def format_traceback(error: BaseException) -> str:
 def list_causes(failures: Iterable[Failure | None]) -> list[str]:
     """One line per kind of failure, most frequent first: its count, and the message and line of the first one. None is
     a rollout without one."""
-    kinds: dict[tuple[str, ...], list[Failure]] = {}
+    kinds: dict[Cause, list[Failure]] = {}
     for failure in failures:
         if failure is not None:
-            kinds.setdefault(_find_kind(failure), []).append(failure)
+            kinds.setdefault(find_cause(failure.where, failure.message, failure.line), []).append(failure)
     ordered = sorted(kinds.values(), key=len, reverse=True)
     lines = [f"{len(alike)} x {describe_failure(alike[0])}" for alike in ordered[:NUM_SHOWN_CAUSES]]
     if len(ordered) > len(lines):
@@ -98,11 +99,18 @@ def describe_failure(failure: Failure) -> str:
     return f"{failure.where}: {message}" + (f" ({failure.line})" if failure.line else "")
 
 
-def _find_kind(failure: Failure) -> tuple[str, ...]:
-    """Failures are of one kind if boundary, error type and line are equal; without a line, boundary and message."""
-    if failure.line is None:
-        return (failure.where, failure.message)
-    return (failure.where, failure.message.partition(":")[0], failure.line)
+class Cause(NamedTuple):
+    """A kind of failure: where it happened, the error's type, and the line of user code."""
+
+    where: str
+    error: str
+    """Without a line, the whole message."""
+    line: str | None
+
+
+def find_cause(where: str, message: str, line: str | None) -> Cause:
+    """Failures have one cause if boundary, error type and line are equal; without a line, boundary and message."""
+    return Cause(where, message.partition(":")[0] if line else message, line)
 
 
 def describe_type(kind: type) -> str:

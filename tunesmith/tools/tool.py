@@ -271,8 +271,7 @@ class Tool:
     @property
     def schema(self) -> dict[str, Any]:
         """The tool as an entry of `tools` in a chat request."""
-        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
-        return {"type": "function", "function": function}
+        return write_schema(self.name, self.description, self.parameters)
 
     async def call(self, arguments: Mapping[str, Any], *, run: Run | None = None) -> ToolResult:
         """Run the tool once; `run` is the function of a session.
@@ -305,6 +304,12 @@ class Tool:
             raise TypeError(f"tool {self.name!r} returned {name_kind(given)}; it must return str or ToolResult")
         result = ToolResult(text=given) if isinstance(given, str) else given
         return replace(result, ms=1000 * (time.perf_counter() - started))
+
+
+def write_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as an entry of `tools` in a chat request."""
+    function = {"name": name, "description": description, "parameters": dict(parameters)}
+    return {"type": "function", "function": function}
 
 
 def name_kind(value: Any) -> str:

@@ -10,7 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 from served import TOOLS, USER, build_service, create_completion, get_engine
 
-from tunesmith.chat.parsers import IncrementalParser
+from tunesmith.chat.parsers.incremental import IncrementalParser
 from tunesmith.errors import ConfigError
 from tunesmith.rollout.recording.open_turn import OpenTurn
 

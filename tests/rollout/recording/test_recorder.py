@@ -11,7 +11,8 @@ import pytest
 
 from chat_templates import CHATML, LLAMA3, QWEN3, QWEN25
 from fakes import FakeEngine, Script, build_chat_tokenizer, say
-from tunesmith.chat.messages import compute_match_keys, parse_messages
+from tunesmith.chat.conversation import compute_match_keys
+from tunesmith.chat.messages import parse_messages
 from tunesmith.chat.renderer import Renderer
 from tunesmith.config import EngineSection
 from tunesmith.engine.engine import LocalEngine

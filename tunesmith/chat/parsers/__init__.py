@@ -4,55 +4,23 @@ Formats have names, the values of `model.reasoning_parser` and `model.tool_call_
 holds reasoning, content and calls in messages of their own and has its own parser.
 """
 
-from importlib import import_module
 from typing import Any
 
 from tunesmith.chat.messages import Message
 from tunesmith.chat.parsers.call_format import CallFormat
+from tunesmith.chat.parsers.deepseek import DEEPSEEK
 from tunesmith.chat.parsers.harmony import HARMONY, HarmonyParser
-from tunesmith.chat.parsers.hermes import CALL_CLOSE, CALL_OPEN, HERMES
-from tunesmith.chat.parsers.incremental import Delta, IncrementalParser, join_deltas
-from tunesmith.chat.parsers.json_calls import JSON, MISTRAL
-from tunesmith.chat.parsers.reply import THINK, THINK_CLOSE, THINK_OPEN, ReasoningTags, ReplyParser
-from tunesmith.config.model import CALL_FORMATS as PLACES
-
-__all__ = [
-    "CALL_CLOSE",
-    "CALL_FORMATS",
-    "CALL_OPEN",
-    "HARMONY",
-    "HERMES",
-    "JSON",
-    "MISTRAL",
-    "REASONING_TAGS",
-    "THINK",
-    "THINK_CLOSE",
-    "THINK_OPEN",
-    "CallFormat",
-    "Delta",
-    "HarmonyParser",
-    "IncrementalParser",
-    "ReasoningTags",
-    "ReplyParser",
-    "find_call_format",
-    "find_reasoning_parser",
-    "join_deltas",
-    "parse_reply",
-]
+from tunesmith.chat.parsers.hermes import HERMES
+from tunesmith.chat.parsers.json_calls import JSON, LLAMA3, MISTRAL
+from tunesmith.chat.parsers.reply import THINK, ReasoningTags, ReplyParser
+from tunesmith.chat.parsers.xml_calls import GLM, QWEN3_CODER
 
 REASONING_TAGS = {"deepseek_r1": THINK, "mistral": ReasoningTags(opening="[THINK]", closing="[/THINK]")}
 
 
-def load_call_format(name: str, place: str) -> CallFormat:
-    """The format of a name, from `module:attribute` below this package."""
-    module, _, attribute = place.partition(":")
-    found = getattr(import_module(f"{__package__}.{module}"), attribute)
-    assert isinstance(found, CallFormat) and found.name == name, f"{place} is the format {name!r}"
-    return found
-
-
-CALL_FORMATS = {name: load_call_format(name, place) for name, place in PLACES.items()}
-"""Formats in the order in which a chat template's calls are tried."""
+CALL_FORMATS = {each.name: each for each in (HARMONY, DEEPSEEK, MISTRAL, QWEN3_CODER, GLM, HERMES, LLAMA3, JSON)}
+"""Formats in the order in which a chat template's calls are tried: Qwen3-Coder and GLM write Hermes' outer tag too, and
+Llama's calls have no tags. No template asks for `json`, so it is not tried."""
 
 
 def find_call_format(template: str) -> CallFormat:

@@ -94,6 +94,11 @@ def build_call(name: Any, arguments: Any, call_id: Any = None) -> ReadCall | Non
     return ReadCall(name=name, arguments=text, call_id=call_id if isinstance(call_id, str) else None)
 
 
+def read_call(value: Any) -> ReadCall | None:
+    """A call from a decoded `{"name": str, "arguments": object}`; None for another value."""
+    return build_call(value.get("name"), value.get("arguments")) if isinstance(value, dict) else None
+
+
 def parse_call(name: str, arguments: str) -> ReadCall | None:
     """A call from its name and the JSON text of its arguments; None unless they are an object."""
     try:
@@ -110,20 +115,16 @@ def load_json(text: str) -> Any:
         raise ValueError("too deep") from error
 
 
-def find_parameter(tools: Tools, function: str, parameter: str) -> Any:
-    """The JSON schema of a parameter; None if the request's tools have none."""
-    for tool in tools:
-        fields = tool.get("function", {})
-        if fields.get("name") == function:
-            schema = fields.get("parameters")
-            schema = resolve_schema(schema, schema)
-            properties = schema.get("properties") if isinstance(schema, Mapping) else None
-            return resolve_schema(properties.get(parameter), schema) if isinstance(properties, Mapping) else None
-    return None
+def find_parameters(tools: Tools, name: str) -> Mapping[str, Any]:
+    """The JSON schemas of a function's parameters; empty if the request's tools have none."""
+    named = [each for each in tools if each.get("function", {}).get("name") == name]
+    schema = resolve_tool(named[0])["function"].get("parameters") if named else None
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
 
 
 def resolve_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool whose parameters have their references to definitions resolved, as `find_parameter` returns them."""
+    """A tool whose parameters have their references to definitions resolved."""
     function = dict(tool["function"])
     schema = resolve_schema(function.get("parameters"), function.get("parameters"))
     if isinstance(schema, Mapping):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tunesmith.chat.parsers.call_format import Block, CallFormat, ReadCall, Tools, build_call, find_close, load_json
+from tunesmith.chat.parsers.call_format import Block, CallFormat, Tools, find_close, load_json, read_call
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 
@@ -12,17 +12,11 @@ def read_hermes(text: str, tools: Tools, *, is_end: bool) -> Block | None:
     if ends is None:
         return None
     body_end, length = ends
-    call = _parse(text[len(CALL_OPEN) : body_end])
-    return Block(length=length, calls=() if call is None else (call,))
-
-
-def _parse(body: str) -> ReadCall | None:
-    """The call in `{"name": str, "arguments": object}`; None for another text."""
     try:
-        call = load_json(body)
+        call = read_call(load_json(text[len(CALL_OPEN) : body_end]))
     except ValueError:
-        return None
-    return build_call(call.get("name"), call.get("arguments")) if isinstance(call, dict) else None
+        call = None
+    return Block(length=length, calls=() if call is None else (call,))
 
 
 HERMES = CallFormat(

@@ -25,6 +25,7 @@ from tunesmith.chat.parsers.call_format import (
     find_close,
     find_json_end,
     load_json,
+    read_call,
 )
 from tunesmith.chat.parsers.hermes import CALL_CLOSE, CALL_OPEN, read_hermes
 
@@ -205,8 +206,7 @@ def _read_object(text: str, tools: Tools, *, is_end: bool) -> Block | None:
 def _build_listed_calls(value: Any, tools: Tools) -> tuple[ReadCall, ...]:
     """The calls of an object or a list of objects; empty if one is no call of a listed tool, if tools are known."""
     values = value if isinstance(value, list) else [value]
-    calls = [build_call(each.get("name"), each.get("arguments")) for each in values if isinstance(each, dict)]
-    found = tuple(call for call in calls if call is not None and _is_listed(call, tools))
+    found = tuple(call for call in map(read_call, values) if call is not None and _is_listed(call, tools))
     return found if len(found) == len(values) else ()
 
 

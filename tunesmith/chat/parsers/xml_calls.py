@@ -19,7 +19,7 @@ from tunesmith.chat.parsers.call_format import (
     Tools,
     build_call,
     find_close,
-    find_parameter,
+    find_parameters,
     load_json,
 )
 from tunesmith.chat.parsers.hermes import CALL_CLOSE, CALL_OPEN
@@ -80,8 +80,8 @@ def read_glm(text: str, tools: Tools, *, is_end: bool) -> Block | None:
 
 
 def _build_call(name: str, arguments: Iterable[tuple[str, str]], tools: Tools) -> ReadCall | None:
-    values = {key: convert_argument(text, find_parameter(tools, name, key)) for key, text in arguments}
-    return build_call(name, values)
+    schemas = find_parameters(tools, name)
+    return build_call(name, {key: convert_argument(text, schemas.get(key)) for key, text in arguments})
 
 
 def convert_argument(text: str, schema: Any) -> Any:

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tunesmith.chat.messages import MatchKey, compute_match_keys, parse_messages
+from tunesmith.chat.conversation import compute_match_keys
+from tunesmith.chat.messages import MatchKey, parse_messages
 from tunesmith.commands.collect.forward import RecordedCall, RecordingModel
 from tunesmith.commands.pass_rate import SETTINGS, load_unmeasured_tasks, run_batches
 from tunesmith.commands.sft.conversations import exclude_replies

@@ -16,7 +16,7 @@ from fractions import Fraction
 from statistics import fmean
 from typing import Any, Literal
 
-from tunesmith.chat.parsers import THINK_CLOSE, THINK_OPEN
+from tunesmith.chat.parsers.reply import THINK_CLOSE, THINK_OPEN
 from tunesmith.commands.prepare.calculator_agent import SYSTEM_PROMPT, TOOLS
 from tunesmith.config import ContaminationSection, ParaphraseSection, PrepareSection
 from tunesmith.environments import protocols

@@ -30,13 +30,15 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from tunesmith.chat.parsers import CALL_FORMATS, JSON
-from tunesmith.environments.episode import Observation, Reply, Step, TaskEnvironment, write_result
+from tunesmith.chat.parsers import CALL_FORMATS
+from tunesmith.chat.parsers.json_calls import JSON
+from tunesmith.environments.episode import Observation, Reply, Step, TaskEnvironment
+from tunesmith.environments.protocols import write_result
 from tunesmith.environments.sets import Stateless, find_package_data
 from tunesmith.environments.sets.bfcl_calls import find_mistake
 from tunesmith.environments.sets.random_state import ONE_THREAD
 from tunesmith.errors import ConfigError
-from tunesmith.tools.tool import ToolInputError
+from tunesmith.tools.tool import ToolInputError, write_schema
 
 TRAINED = ("simple_python", "multiple", "parallel", "parallel_multiple", "live_simple", "live_multiple")
 """Single-turn categories that are split; `bfcl` alone is all of them."""
@@ -233,8 +235,8 @@ def offer_name(name: str) -> str:
 
 def describe(function: Mapping[str, Any]) -> dict[str, Any]:
     """A tool of a chat request."""
-    offered = {"name": offer_name(function["name"]), "description": function["description"]}
-    return {"type": "function", "function": {**offered, "parameters": convert_schema(function["parameters"])}}
+    parameters = convert_schema(function["parameters"])
+    return write_schema(offer_name(function["name"]), function["description"], parameters)
 
 
 def convert_schema(schema: Mapping[str, Any]) -> dict[str, Any]:

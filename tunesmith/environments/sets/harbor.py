@@ -22,10 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunesmith.environments.episode import Observation, Reply, TaskEnvironment, find_split, write_result
+from tunesmith.environments.episode import Observation, Reply, TaskEnvironment, find_split
+from tunesmith.environments.protocols import write_result
 from tunesmith.environments.transcript import Segment
 from tunesmith.errors import ConfigError, ToolUnavailableError
 from tunesmith.tools.python.call import shorten_text
+from tunesmith.tools.tool import write_schema
 
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives", "/etc/passwd", "/etc/ld.so.cache")
 ISOLATION = "--unshare-all --die-with-parent --new-session --clearenv --dev /dev --proc /proc".split()  # noqa: SIM905
@@ -47,11 +49,11 @@ UNSUPPORTED = {
     "agent": ("user",),
     "verifier": ("user", "environment_mode"),
 }
-BASH = {
-    "name": "bash",
-    "description": "Run a command in the task's folder. Files are kept from call to call, processes and variables not.",
-    "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
-}
+BASH = write_schema(
+    "bash",
+    "Run a command in the task's folder. Files are kept from call to call, processes and variables not.",
+    {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +133,7 @@ class Episode:
     def __init__(self, tasks: Mapping[str, Task]) -> None:
         self._tasks = tasks
         self._root: str | None = None
-        self.tools = [{"type": "function", "function": BASH}]
+        self.tools = [BASH]
         self.metrics: dict[str, float] = {}
 
     def reset(self, task: Mapping[str, Any]) -> str:

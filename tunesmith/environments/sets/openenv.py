@@ -19,10 +19,9 @@ from pydantic import Field
 
 from tunesmith.environments.episode import Places, Reply, TaskEnvironment
 from tunesmith.errors import ConfigError, ServerLostError, ToolUnavailableError
-from tunesmith.tools.tool import ToolInputError, drop_titles, find_text_argument
+from tunesmith.tools.tool import ToolInputError, drop_titles, find_text_argument, write_schema
 
 START_TIMEOUT_S = 20.0
-TOOL = "act"
 MAX_CHARS = 300
 
 
@@ -63,9 +62,8 @@ class Episode:
         self._url, self._options = url, options
         self._has_tools = "tool_name" in schema["properties"]
         self._text_argument = None if self._has_tools else find_text_argument(schema)
-        described = {"description": schema.get("description", "Act in the environment."), "parameters": dict(schema)}
-        tool = {"type": "function", "function": {"name": TOOL, **described}}
-        self.tools: list[dict[str, Any]] = [] if self._text_argument else [tool]
+        act = write_schema("act", schema.get("description", "Act in the environment."), schema)
+        self.tools: list[dict[str, Any]] = [] if self._text_argument else [act]
         self._session: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
@@ -79,10 +77,9 @@ class Episode:
         if self._has_tools:
             listed = (await self._ask("step", {"type": "list_tools"}))["observation"]["tools"]
             self.tools = [
-                {"type": "function", "function": {"name": each["name"], "description": each.get("description") or "",
-                 "parameters": drop_titles(each["input_schema"])}}
+                write_schema(each["name"], each.get("description") or "", drop_titles(each["input_schema"]))
                 for each in listed
-            ]  # fmt: skip
+            ]
         return read_observation(found)
 
     async def step(self, action: Reply) -> tuple[str, float, bool]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tunesmith.chat.parsers import THINK_CLOSE, THINK_OPEN
+from tunesmith.chat.parsers.reply import THINK_CLOSE, THINK_OPEN
 from tunesmith.environments.environment import Environment
 from tunesmith.environments.transcript import ANSWER_CLOSE, ANSWER_OPEN, Segment, Transcript
 from tunesmith.judges import llm

@@ -18,7 +18,8 @@ from typing import Any, Generic, TypeVar
 from starlette.types import Send
 
 from tunesmith.chat.messages import Message
-from tunesmith.chat.parsers import Delta, IncrementalParser, ReplyParser, join_deltas
+from tunesmith.chat.parsers.incremental import Delta, IncrementalParser, join_deltas
+from tunesmith.chat.parsers.reply import ReplyParser
 from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import EngineError
 from tunesmith.rollout.cancellation import cancel_all, gather_all

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.chat.call_probe import PROBE_CALL_ID
-from tunesmith.chat.parsers import HERMES, MISTRAL
 from tunesmith.chat.parsers.call_format import resolve_tool
+from tunesmith.chat.parsers.hermes import HERMES
+from tunesmith.chat.parsers.json_calls import MISTRAL
 from tunesmith.chat.parsers.xml_calls import convert_argument
 from tunesmith.chat.renderer import Renderer
 from tunesmith.grammar.grammars import (

@@ -11,7 +11,7 @@ from typing import Any
 import pydantic_core
 
 from tunesmith.chat.messages import Message, ToolCall
-from tunesmith.chat.parsers import Delta
+from tunesmith.chat.parsers.incremental import Delta
 from tunesmith.chat.renderer import Renderer
 from tunesmith.rollout.openai_server.fields import ApiError
 from tunesmith.storage import clean_text

@@ -35,7 +35,6 @@ HEADER = re.compile("|".join(f"(?:{header})" for header in HEADERS))
 CONTROL = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
 ROLES = {"model": "assistant", "inst": "user", "/inst": "assistant", "observation": "tool", "tool_results": "tool"}
 ROLES |= {"available_tools": "system", "developer": "system", "ipython": "tool"}
-HERMES_REPLY = ReplyFormat()
 
 
 def build_conversations(stored: StoredRollout, text: TokenText) -> list[dict[str, Any]]:
@@ -73,7 +72,7 @@ def describe_reply(number: int, turn: Turn, advantage: float | None, text: Token
     }
 
 
-def split_messages(marked: str, reply_format: ReplyFormat = HERMES_REPLY) -> list[dict[str, Any]]:
+def split_messages(marked: str, reply_format: ReplyFormat = ReplyFormat()) -> list[dict[str, Any]]:
     """Messages of a rendered prompt; text before the first header, or without any, is one message of role `prompt`."""
     headers = list(HEADER.finditer(marked))
     messages = []

@@ -124,7 +124,7 @@ def describe_version(run: Run) -> str:
     return ".".join(map(str, (describe_state(run), run.metrics.size, *times)))
 
 
-MAX_CAUSES = 200
+MAX_CAUSES, MAX_ERROR_CHARS = 200, 300
 FAILURE = ["failure_message", "failure_line", "failure_traceback", "task_id"]
 
 
@@ -142,7 +142,7 @@ def list_failures(run: Run) -> dict[str, Any]:
         causes.append(
             {
                 "where": cause.where,
-                "error": cause.error,
+                "error": cause.error[:MAX_ERROR_CHARS],
                 "line": cause.line,
                 "count": count,
                 "steps": list(zip(steps.tolist(), numbers.tolist(), strict=True)),

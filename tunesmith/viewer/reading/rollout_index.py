@@ -7,8 +7,7 @@ Text stays on disk; only the ids of tasks and the causes of failures are kept, e
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from tunesmith.errors import StorageError
 from tunesmith.experience.store import RolloutFiles, keep_stored, open_rollouts, reading
+from tunesmith.rollout.failures import Cause, find_cause
 
 SCALARS = ["group_index", "run_index", "task_id", "reward", "advantage", "failure_where", "failure_message"]
 SCALARS += ["failure_line", "num_turns", "num_sampled_tokens"]
@@ -43,15 +43,6 @@ advantage that a trajectory does not have is NaN."""
 MAX_CAUSES = 2**15 - 1
 
 Rows = NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Cause:
-    """A kind of failure: where it happened, the error's type, and the line of user code."""
-
-    where: str
-    error: str
-    line: str
 
 
 class RolloutIndex:
@@ -122,10 +113,7 @@ class RolloutIndex:
             if known == stamp and len(rows) and rows["step"][0] <= step <= rows["step"][-1]:
                 first, last = np.searchsorted(rows["step"], [step, step + 1])
                 return rows[first:last]
-        table = self._files.read_table(step, SCALARS)
-        if "num_sampled_tokens" not in table.column_names:
-            table = self._files.read_table(step, [*SCALARS, SAMPLED])
-        return self._build(table, step)
+        return self._build(read_counted(lambda columns: self._files.read_table(step, columns)), step)
 
     def find_task(self, task_id: str) -> Rows:
         """The rows of one task, oldest step first."""
@@ -135,9 +123,9 @@ class RolloutIndex:
 
     def _read(self, path: Path) -> Rows:
         with reading(path), open_rollouts(path) as parquet:
-            # files without counts have them computed from the turns
-            columns = SCALARS if "num_sampled_tokens" in parquet.schema_arrow.names else [*SCALARS, SAMPLED]
-            table = parquet.read(keep_stored(parquet, [*columns, "step"]), use_threads=False)
+            table = read_counted(
+                lambda columns: parquet.read(keep_stored(parquet, [*columns, "step"]), use_threads=False)
+            )
         if not path.name.startswith("steps_"):
             return self._build(table, int(path.stem.removeprefix("step_")))
         steps = read_numbers(table.column("step"))
@@ -175,17 +163,20 @@ class RolloutIndex:
         return found
 
 
-def find_cause(where: str, message: str, line: str | None) -> Cause:
-    """Failures have one cause if boundary, error type and line are equal; without a line, boundary and message."""
-    return Cause(where, message.partition(":")[0] if line else message[:300], line or "")
+def read_counted(read: Callable[[list[str]], pa.Table]) -> pa.Table:
+    """The columns that the index is built from; also the turns, if the file or a step merged into it has no counts."""
+    table = read(SCALARS)
+    return table if has_counts(table) else read([*SCALARS, SAMPLED])
+
+
+def has_counts(table: pa.Table) -> bool:
+    return "num_sampled_tokens" in table.column_names and table.column("num_sampled_tokens").null_count == 0
 
 
 def count_tokens(table: pa.Table) -> tuple[NDArray[Any], NDArray[Any]]:
     """Sampled tokens and turns of each row."""
-    if "num_sampled_tokens" in table.column_names and table.column("num_sampled_tokens").null_count == 0:
+    if has_counts(table):
         return read_numbers(table.column("num_sampled_tokens")), read_numbers(table.column("num_turns"))
-    if "turns" not in table.column_names:
-        return np.zeros(len(table), np.int64), np.zeros(len(table), np.int64)
     turns = table.column("turns").combine_chunks()
     num_turns = read_numbers(pc.list_value_length(turns))
     lengths = read_numbers(pc.list_value_length(pc.struct_field(turns.flatten(), "sampled_ids")))

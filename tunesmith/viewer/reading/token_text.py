@@ -12,16 +12,10 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from tunesmith.chat.parsers import (
-    CALL_FORMATS,
-    HERMES,
-    REASONING_TAGS,
-    THINK,
-    CallFormat,
-    ReasoningTags,
-    find_call_format,
-    find_reasoning_parser,
-)
+from tunesmith.chat.parsers import CALL_FORMATS, REASONING_TAGS, find_call_format, find_reasoning_parser
+from tunesmith.chat.parsers.call_format import CallFormat
+from tunesmith.chat.parsers.hermes import HERMES
+from tunesmith.chat.parsers.reply import THINK, ReasoningTags
 from tunesmith.errors import StorageError
 from tunesmith.runs.record import RunRecord
 from tunesmith.storage import load_json
