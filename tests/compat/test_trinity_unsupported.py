@@ -56,6 +56,7 @@ REFUSED = [
     ("algorithm.algorithm_type", "grpo_verl", r"algorithm_type='grpo_verl'.*nearest is grpo"),
     ("algorithm.algorithm_type", "cpt", r"algorithm_type='cpt'.*nearest is sft"),
     ("algorithm.advantage_fn", "clipb", r"advantage_fn='clipb'.*nearest is clip_cov"),
+    ("algorithm", {"algorithm_type": "dr_grpo", "policy_loss_fn": "gspo"}, r"policy_loss_fn='gspo'.*type='dr_grpo'"),
     ("algorithm.advantage_fn", "rec", r"advantage_fn='rec'.*'rec' combines with rec, 'ppo' with ppo, grpo"),
     ("algorithm.advantage_fn_args", {"duplicate_experiences": True}, r"duplicate_experiences=True.*refill_budget"),
     ("algorithm.rollout_correction", {"rollout_rs": "token"}, r"rollout_rs needs .*rollout_rs_threshold"),
