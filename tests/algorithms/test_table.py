@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tunesmith.algorithms.algorithm import compute_group_advantages, resolve_algorithm
-from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import AlgorithmSection
 from tunesmith.errors import ConfigError
@@ -217,5 +216,5 @@ def test_own_advantages_and_the_rank_penalty_may_read_tokens():
         AlgorithmSection(algorithm_type="grpo", advantage_args={"rank_penalty": 0.0})
     ).reads_tokens
     section = AlgorithmSection(advantage="agent.py:shape")
-    own = OwnFunctions(advantage=lambda groups: [[0.0 for _ in group] for group in groups])
-    assert resolve_algorithm(section, own=own).reads_tokens
+    functions = {"algorithm.advantage": lambda groups: [[0.0 for _ in group] for group in groups]}
+    assert resolve_algorithm(section, functions=functions).reads_tokens

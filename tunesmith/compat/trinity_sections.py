@@ -15,7 +15,6 @@ from tunesmith.compat.trinity_draft import (
     accept,
     allow,
     allow_neutral,
-    keep,
     move,
     read_list,
     read_mapping,
@@ -119,7 +118,7 @@ def read_one_set(draft: Draft, key: str, given: Mapping[str, Any], *, is_evaluat
         "task_selector": no_selector if is_evaluation else keep_selector,
         "data_selector": no_selector if is_evaluation else keep_selector,
         "enable_progress_bar": accept(),
-        **{name: keep(section, target) for name, target in TASKSET_KEYS.items()},
+        **{name: move(target, section=section) for name, target in TASKSET_KEYS.items()},
     }
     walk(draft, rules, given, parent=f"{key}.")
     return section
@@ -172,8 +171,8 @@ def resolve_functions(draft: Draft) -> None:
 def read_selector(draft: Draft, key: str, value: Any) -> dict[str, Any]:
     """Our selector section; names and arguments are the same and are checked when the selector is built."""
     section: dict[str, Any] = {}
-    rules = {name: keep(section, name) for name in ("selector_type", "seed", "feature_keys")}
-    walk(draft, rules | {"kwargs": keep(section, "args")}, read_mapping(value, key), parent=f"{key}.")
+    rules = {name: move(name, section=section) for name in ("selector_type", "seed", "feature_keys")}
+    walk(draft, rules | {"kwargs": move("args", section=section)}, read_mapping(value, key), parent=f"{key}.")
     return section
 
 
@@ -347,7 +346,7 @@ def read_auxiliary(draft: Draft, key: str, given: Mapping[str, Any]) -> dict[str
         "enable_prefix_caching", "seed", "gpu_memory_utilization", "max_prompt_tokens", "engine_type",
     )  # fmt: skip
     section: dict[str, Any] = {}
-    rules = {name: keep(section, target) for name, target in kept.items()} | {
+    rules = {name: move(target, section=section) for name, target in kept.items()} | {
         **dict.fromkeys(without_effect, accept()),
         "engine_num": accept(ONE_AUXILIARY_ENGINE, silent=(1,)),
         "tensor_parallel_size": accept(f"{ONE_AUXILIARY_ENGINE}: start one for a large model", silent=(1,)),

@@ -24,8 +24,9 @@ from tunesmith.commands.doctor.optimizer import (
 from tunesmith.commands.doctor.record import CheckFinding, compute_slope_t, find_longest_streak, open_run, split_ends
 from tunesmith.commands.doctor.rewards import find_reward_trend
 from tunesmith.config import ModelSection, RunConfig
-from tunesmith.monitor.metrics_file import Series, format_line
+from tunesmith.monitor.metrics_file import Series
 from tunesmith.runs.load_config import dump_config
+from tunesmith.storage import encode_json_line
 
 RISING = np.linspace(0, 1, 40)
 
@@ -43,8 +44,8 @@ def build_record(tmp_path):
         lines = []
         for index in range(num_steps):
             of_step = {name: each[index] if math.isfinite(each[index]) else None for name, each in values.items()}
-            lines.append(format_line({"step": index + 1, "kind": "train"} | of_step))
-        (root / "metrics.jsonl").write_text("".join(lines))
+            lines.append(encode_json_line({"step": index + 1, "kind": "train"} | of_step))
+        (root / "metrics.jsonl").write_bytes(b"".join(lines))
         return open_run(root)
 
     return build

@@ -31,9 +31,9 @@ from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelCon
 from tunesmith.config import RunConfig
 from tunesmith.errors import TunesmithError
 from tunesmith.experience.store import SCHEMA
-from tunesmith.monitor.metrics_file import format_line, load_metrics
+from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.runs.load_config import load_section
-from tunesmith.storage import RunPaths, load_json, save_json
+from tunesmith.storage import RunPaths, encode_json_line, load_json, save_json
 
 FAILING_RUNS = Path(__file__).parent / "failing_runs"
 COLUMNS = ["group_index", "run_index", "task_id", "task_index", "reward", "failure_where", "failure_message"]
@@ -260,7 +260,8 @@ def keep_run(run: Start, kept: Path) -> None:
     text = json.dumps(settings, indent=1).replace(str(run.folder), "work").replace(run.model, "work/pocket")
     new.config.write_text(text + "\n")
     names = list_metric_names()
-    new.metrics.write_text("".join(format_line(keep_metrics(each, names)) for each in load_metrics(old.metrics)))
+    records = (keep_metrics(each, names) for each in load_metrics(old.metrics))
+    new.metrics.write_bytes(b"".join(map(encode_json_line, records)))
     for path in (old.error, old.last_commit, old.stopped):
         if path.is_file():
             shutil.copy(path, kept)

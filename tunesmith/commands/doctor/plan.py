@@ -124,7 +124,7 @@ def plan_run(config: RunConfig, changes: Sequence[str], card: Card) -> PlannedRu
     config = change_section(config, changes)
     dtype = resolve_dtype(config.model.dtype, torch.device(card.type))
     model = build_trained_model(config.model.model_dump_json(), dtype)
-    algorithm, _ = load_algorithm(config.algorithm, CustomComponents().load)
+    algorithm = load_algorithm(config.algorithm, CustomComponents().load)
     settings = fit_rows(model, collect_run_settings(config, algorithm, model), card)
     parts = estimate_memory(model, settings, card)
     token_bytes = count_token_bytes(model.config) * dtype.itemsize
