@@ -63,6 +63,10 @@ def test_loss_aggregation_overrides_the_default():
         ({"algorithm_type": "dppo_tv", "loss_args": {"delta_low": 1.5}}, "delta_low=1.5"),
         ({"algorithm_type": "clip_cov", "terms_args": {"fraction": 0.0}}, "fraction=0.0"),
         (
+            {"algorithm_type": "rloo", "terms_args": {"reward_kl_coef": "a"}},
+            "reward_kl_coef='a' in terms_args of 'rloo'",
+        ),
+        (
             {"algorithm_type": "topr", "correction": {"floor": 0.5}},
             "correction.floor=0.5 has no effect on 'topr' with importance='auto'",
         ),

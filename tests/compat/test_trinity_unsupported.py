@@ -70,6 +70,11 @@ REFUSED = [
     ("buffer.train_batch_size", 100, r"train_batch_size=100.*must divide.*256.*num_minibatches"),
     ("buffer.explorer_input.taskset", {"path": "d", "storage_type": "sql"}, r"taskset\.storage_type='sql'.*jsonl"),
     ("buffer.explorer_input.taskset", {"path": "d", "rollout_args": {"n": 4}}, r"rollout_args\.n is not supported"),
+    (
+        "buffer.explorer_input.tasksets",
+        [{"name": "a", "path": "d", "rollout_args": {"top_p": 0.9}}, {"name": "b", "path": "e"}],
+        r"tasksets have different rollout_args",
+    ),
     ("buffer.explorer_input.taskset", {"path": "d", "pth": 1}, r"taskset\.pth is not a known key: did you mean 'path'"),
     (
         "buffer.explorer_input.taskset", {"path": "d", "task_selector": {"selector": "random"}},

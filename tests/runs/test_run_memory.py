@@ -61,4 +61,4 @@ def test_local_auxiliary_models_are_counted(model, tmp_path):
     auxiliary = {"judge": {"path": str(tmp_path)}, "far": {"path": "large", "base_url": "http://host/v1"}}
     config = RunConfig(model={"path": "pocket"}, auxiliary_models=auxiliary)
     settings = collect_run_settings(config, resolve_algorithm(config.algorithm), model)
-    assert settings.extra_bytes == {"auxiliary model judge": 4 * model.num_parameters()}
+    assert settings.extra_bytes == {"auxiliary judge": 4 * model.num_parameters()}

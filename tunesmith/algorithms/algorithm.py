@@ -138,6 +138,10 @@ def resolve_algorithm(section: AlgorithmSection, *, functions: Mapping[str, Call
         raise ConfigError(f"unknown algorithm_type {name!r}: {suggest_name(name, list(ALGORITHMS))}")
     entry = replace_functions(ALGORITHMS[name], section, functions)
     loss_args = {**entry.loss_args, **section.loss_args}
+    compute_advantages = _bind_advantages(section, entry)
+    compute_terms = bind_arguments(entry.compute_terms, section.terms_args, where=f"terms_args of {name!r}")
+    compute_losses = bind_arguments(entry.compute_losses, loss_args, where=f"loss_args of {section.loss or name!r}")
+    # of arguments whose types were checked
     needs = entry.needs | entry.find_needs({**section.advantage_args, **section.terms_args, **loss_args})
     if section.kl_coef > 0:
         needs |= {"reference"}
@@ -148,27 +152,22 @@ def resolve_algorithm(section: AlgorithmSection, *, functions: Mapping[str, Call
     algorithm = Algorithm(
         section=section,
         entry=entry,
-        compute_advantages=_bind_advantages(section, entry),
-        compute_terms=bind_arguments(entry.compute_terms, section.terms_args, where=f"terms_args of {name!r}"),
-        compute_losses=bind_arguments(entry.compute_losses, loss_args, where=f"loss_args of {section.loss or name!r}"),
+        compute_advantages=compute_advantages,
+        compute_terms=compute_terms,
+        compute_losses=compute_losses,
         aggregation=section.loss_aggregation or entry.aggregation,
         kl_coef=section.kl_coef,
         needs=needs,
     )
     _check_section(algorithm)
     # on few values, which raises ConfigError for arguments that do not fit together before a run starts
-    if algorithm.compute_advantages is not None:
-        algorithm.compute_advantages([])
+    if compute_advantages is not None:
+        compute_advantages([])
+    scores = build_random_scores(compute_terms, needs)
     if section.loss is None:
-        algorithm.compute_losses(build_random_scores(algorithm.compute_terms, algorithm.needs))
+        compute_losses(scores)
     else:
-        check_own_loss(
-            algorithm.compute_losses,
-            knob=f"algorithm.loss={section.loss!r}",
-            algorithm_type=name,
-            compute_terms=algorithm.compute_terms,
-            needs=needs,
-        )
+        check_own_loss(compute_losses, scores, knob=f"algorithm.loss={section.loss!r}", algorithm_type=name)
     return algorithm
 
 
@@ -180,10 +179,10 @@ def _bind_advantages(
         if section.advantage_args:
             raise ConfigError(f"advantage_args has no effect with {name!r}, which computes no advantages: leave it out")
         return None
-    if section.advantage is None:
-        return bind_arguments(entry.compute_advantages, section.advantage_args, where=f"advantage_args of {name!r}")
-    where = f"advantage_args of {section.advantage!r}"
+    where = f"advantage_args of {section.advantage or name!r}"
     bound = bind_arguments(entry.compute_advantages, section.advantage_args, where=where)
+    if section.advantage is None:
+        return bound
     return CheckedAdvantages(bound, knob=f"algorithm.advantage={section.advantage!r}")
 
 

@@ -46,16 +46,8 @@ RESERVED_METRICS = frozenset(
 LossFunction = Callable[[TokenScores], TokenLosses]
 
 
-def check_own_loss(
-    compute_losses: LossFunction,
-    *,
-    knob: str,
-    algorithm_type: str,
-    compute_terms: Callable[[TokenInputs], TokenInputs],
-    needs: Set[Need],
-) -> None:
-    """Raise ConfigError, naming the knob, if the loss function breaks its contract."""
-    scores = build_random_scores(compute_terms, needs)
+def check_own_loss(compute_losses: LossFunction, scores: TokenScores, *, knob: str, algorithm_type: str) -> None:
+    """Raise ConfigError, naming the knob, if the loss function breaks its contract on random scores."""
     given = _map(scores, lambda values_N: values_N.detach().clone())
     compute = partial(_compute, compute_losses, knob=knob, algorithm_type=algorithm_type)
     losses_N = compute(scores)

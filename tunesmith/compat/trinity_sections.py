@@ -48,7 +48,6 @@ TASKSET_KEYS: dict[str, str] = {"path": "path", "split": "split", "subset_name":
 """Key of a task set -> field of our data set section."""
 SAMPLING_KEYS = {name: name for name in ("temperature", "top_p", "top_k")} | {"max_tokens": "max_response_tokens"}
 """Sampling parameter of a task set -> key of the file's model section."""
-TRAINING_SAMPLING = "buffer.explorer_input.taskset.rollout_args"
 
 
 def read_taskset(draft: Draft, key: str, value: Any) -> None:
@@ -195,13 +194,23 @@ def read_lora_configs(draft: Draft, key: str, value: Any) -> None:
 
 def read_sampling(draft: Draft, key: str, value: Any) -> None:
     """Sampling parameters of training rollouts; they override the model section."""
-    for name, given in list_sampling(key, value).items():
+    for name, given in find_training_sampling(draft).items():
         draft.set(f"model.{name}", given, source=f"{key}.{name}", is_finer=True)
+
+
+def find_training_sampling(draft: Draft) -> dict[str, Any]:
+    """The sampling parameters of the training sets, which all have the same."""
+    key = "buffer.explorer_input.taskset"
+    sets = read_mappings(draft.find(f"{key}s"), f"{key}s") or [draft.find_mapping(key)]
+    found = [list_sampling(f"{key}.rollout_args", each.get("rollout_args")) for each in sets]
+    if any(each != found[0] for each in found):
+        raise ConfigError(f"{key}s have different rollout_args, which is not supported: all sets sample as model says")
+    return found[0]
 
 
 def read_evaluation_sampling(draft: Draft, key: str, value: Any) -> None:
     """Sampling parameters of evaluations: a separate temperature; the others are those of training."""
-    own = list_sampling(TRAINING_SAMPLING, draft.find(TRAINING_SAMPLING))
+    own = find_training_sampling(draft)
     for name, given in list_sampling(key, value).items():
         default = ModelSection.model_fields[name].default
         used = own.get(name, draft.find(f"model.{SAMPLING_KEYS[name]}", default))

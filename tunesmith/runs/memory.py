@@ -80,7 +80,7 @@ def collect_run_settings(config: RunConfig, algorithm: Algorithm, model: PreTrai
     for name, auxiliary in config.auxiliary_models.items():
         if auxiliary.base_url is None:
             local = build_planned_model(ModelSection(path=auxiliary.path), model.dtype)
-            extra[f"auxiliary model {name}"] = count_weight_bytes(local, None)
+            extra[f"auxiliary {name}"] = count_weight_bytes(local, None)
     if "values" in algorithm.needs:
         critic = build_planned_model(config.model.with_path(section.critic.path or config.model.path), model.dtype)
         states = (STATE_BYTES + GRADIENT_BYTES) * critic.num_parameters()

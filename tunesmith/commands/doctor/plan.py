@@ -80,6 +80,7 @@ class MemoryPlan:
         table["fits"] = ["yes" if name in fitting else "no" for name in self.runs]
         table["row tokens"] = [f"{run.row_tokens:,}" for run in runs]
         table["cached tokens"] = [f"{run.num_cached_tokens:,}" for run in runs]
+        width = max(14, *(len(name) + 1 for name in table))
         advice = "does not fit: several GPUs (docs/scaling.md), or a smaller model"
         if fitting:
             changes = " ".join(f"--set {each}" for each in self.runs[fitting[0]].changes)
@@ -88,7 +89,7 @@ class MemoryPlan:
             [
                 f"{self.model}, {format_count(self.num_parameters)} parameters, on {self.card.num_bytes / GIB:.4g} GiB",
                 "",
-                *(f"{name:14}" + "".join(f"{cell:>13}" for cell in cells)
+                *(f"{name:{width}}" + "".join(f"{cell:>13}" for cell in cells)
                   for name, cells in {"GiB": list(self.runs), **table}.items()),
                 "",
                 advice,
