@@ -60,6 +60,10 @@ REFUSED = [
     ("algorithm.advantage_fn", "rec", r"advantage_fn='rec'.*'rec' combines with rec, 'ppo' with ppo, grpo"),
     ("algorithm.advantage_fn_args", {"duplicate_experiences": True}, r"duplicate_experiences=True.*refill_budget"),
     ("algorithm.rollout_correction", {"rollout_rs": "token"}, r"rollout_rs needs .*rollout_rs_threshold"),
+    (
+        "algorithm.rollout_correction", {"rollout_rs": "token", "rollout_rs_threshold": 0},
+        r"rollout_rs needs .*rollout_rs_threshold",
+    ),
     ("algorithm.rollout_correction", {"bypass_mode": True}, r"bypass_mode=True.*policy at the start of the step"),
     ("algorithm.sample_strategy", "mix", r"sample_strategy='mix'.*experience\.replay"),
     ("algorithm.rollout_correction", {"rollout_iss": 1}, r"rollout_iss is not a known key: did you mean 'rollout_is'"),

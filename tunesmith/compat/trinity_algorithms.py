@@ -235,7 +235,7 @@ def read_correction(draft: Draft, key: str, value: Any) -> None:
     given = read_mapping(value, key)
     low, high = given.get("rollout_rs_threshold_lower"), given.get("rollout_rs_threshold")
     if given.get("rollout_rs") is not None:
-        if high is None:
+        if not high:
             raise ConfigError(f"{key}.rollout_rs needs {key}.rollout_rs_threshold, the largest weight that is kept")
         mask = {"level": given["rollout_rs"], "low": 1 / high if low is None else low, "high": high}
         draft.set("algorithm.correction.mask", mask, source=f"{key}.rollout_rs")

@@ -117,14 +117,19 @@ MAX_REFUSED_SHARE = 0.01
 
 def find_truncation(run: RlRun) -> Outcome:
     """Responses cut off by `max_tokens` or the context."""
-    recent, total = run.need("rollout/num_truncated").recent, run.sum_recent("rollout/num_trajectories")
+    truncated, total = run.sum_recent("rollout/num_truncated"), run.sum_recent("rollout/num_trajectories")
+    source, unit = "rollout/num_truncated", "rollouts"
     length, context = (run.need(f"rollout/num_stop_{name}").recent.total for name in ("length", "context"))
+    if truncated is None:  # runs of earlier versions count turns only
+        truncated, total = length + context, run.sum_recent("rollout/num_turns")
+        source, unit = "rollout/num_stop_length", "turns"
     if not total:
         return None
-    share, longest = recent.total / total, run.get_recent("rollout/sampled_tokens_per_turn_max")
+    recent = run.need(source).recent
+    share, longest = truncated / total, run.get_recent("rollout/sampled_tokens_per_turn_max")
     longest_text = "" if longest is None else f", the longest turn has {longest.values.max():.0f} tokens"
     if share < MAX_TRUNCATED_SHARE:
-        return f"{share:.1%} of recent rollouts were truncated{longest_text}"
+        return f"{share:.1%} of recent {unit} were truncated{longest_text}"
     model = run.config.model
     is_context = context > length or 2 * model.max_tokens > model.max_model_len
     knob = "model.max_model_len" if is_context else "model.max_tokens"
@@ -136,7 +141,7 @@ def find_truncation(run: RlRun) -> Outcome:
     if is_context and length >= context:
         settings["model.max_tokens"] = 2 * model.max_tokens
     evidence = [
-        observe(recent, f"{recent.total:.0f} of {total:.0f} rollouts{longest_text}", share),
+        observe(recent, f"{truncated:.0f} of {total:.0f} {unit}{longest_text}", share),
         Evidence(
             source="rollout/num_stop_context",
             observed=f"{context:.0f} turns ended at the end of the context, {length:.0f} at max_tokens",
@@ -146,7 +151,7 @@ def find_truncation(run: RlRun) -> Outcome:
     evidence += find_truncated_rollout(run)
     return CheckFinding(
         severity="error" if share >= MOSTLY_TRUNCATED_SHARE else "warning",
-        problem=f"{share:.0%} of the recent rollouts were cut off at {limit}",
+        problem=f"{share:.0%} of the recent {unit} were cut off at {limit}",
         evidence=tuple(evidence),
         change=f"set {format_settings(settings)}; if longer answers are not wanted, add experience.operators "
         "mask_response_truncated, so that a truncated answer is not trained as a wrong one",
