@@ -15,6 +15,7 @@ from chat_servers import ChatServer, build_completion
 from tunesmith.config import ExperienceSection, OperatorSection
 from tunesmith.data_juicer import apply_recipe
 from tunesmith.errors import ConfigError, DataError
+from tunesmith.experience.operators import data_juicer as score_rollouts
 from tunesmith.experience.table import apply_operators, build_operators
 from tunesmith.tasks.operators import data_juicer
 from tunesmith.types import Group, Task, Trajectory
@@ -60,10 +61,12 @@ def test_an_interpreter_that_cannot_run_is_named():
 def test_a_recipe_without_operators_is_refused(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("np: 2\n")
+    recipe.with_name("own.yaml").write_text("process: [{text_length_filter: {min_len: 3}}]\n")
     for args, message in [
         ({}, "needs config_path, a file with the key process, or operators"),
         ({"config_path": str(recipe)}, "needs config_path, a file with the key process"),
         ({"config_path": str(tmp_path / "none")}, "cannot be read"),
+        ({"config_path": str(recipe.with_name("own.yaml")), "operators": LENGTHS}, "or operators"),
     ]:
         section = ExperienceSection(operators=(OperatorSection(name="data_juicer", args=args),))
         with pytest.raises(ConfigError, match=message):
@@ -112,3 +115,13 @@ def test_rollouts_are_scored_by_a_model_and_rewards_shaped(tmp_path, scorer):
 def test_an_unknown_operator_is_refused_before_a_row_is_read():
     with pytest.raises(ConfigError, match="Data-Juicer has no operator 'text_lenght_filter'"):
         data_juicer(tasks_of("a"), process=[{"text_lenght_filter": {}}], python=PYTHON)
+
+
+def test_a_task_without_the_field_of_the_prompt_is_named():
+    with_field, without = tasks_of("one")[0], Task(task_id="b/0", index=1, row={"problem": "two"})
+    groups = [
+        Group(task=task, trajectories=(Trajectory(task=task, run_index=0, turns=(), reward=1.0),))
+        for task in (with_field, without)
+    ]
+    with pytest.raises(ConfigError, match="tasks have no field 'question'"):
+        score_rollouts(groups, operators=LENGTHS)

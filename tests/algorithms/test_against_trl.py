@@ -120,8 +120,8 @@ def run_ours(data: dict[str, torch.Tensor], **section) -> tuple[float, torch.Ten
             is_selected_N=None if selected is None else torch.from_numpy(selected.astype(np.float64)),
         )
     ).losses_N
-    correction, _ = compute_correction_weights(terms, algorithm.correction, is_weighted=False)
-    kept, _ = find_top_entropy_tokens(scores, fraction=algorithm.top_entropy_fraction)
+    correction, _ = compute_correction_weights(terms, algorithm.section.correction, is_weighted=False)
+    kept, _ = find_top_entropy_tokens(scores, fraction=algorithm.section.top_entropy_fraction)
     if terms.correction_E is not None:
         correction = terms.correction_E * correction
     losses = losses * torch.from_numpy(correction * kept)

@@ -8,7 +8,6 @@ import torch
 from tunesmith.algorithms.advantages.group import RunOutcome, compute_grpo_advantages
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.losses.policy import compute_ppo_clip_losses
-from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.algorithms.scores import TokenLosses
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import AlgorithmSection
@@ -18,12 +17,10 @@ REWARDED = sorted(name for name, entry in ALGORITHMS.items() if entry.compute_ad
 
 
 def resolve(*, advantage=None, loss=None, **settings):
-    section = AlgorithmSection(
-        **{"algorithm_type": "grpo"} | settings,
-        advantage=None if advantage is None else "my.py:advantage",
-        loss=None if loss is None else "my.py:loss",
-    )
-    return resolve_algorithm(section, own=OwnFunctions(advantage=advantage, loss=loss))
+    given = {"advantage": advantage, "loss": loss}
+    named = {name: f"my.py:{name}" for name, function in given.items() if function is not None}
+    section = AlgorithmSection(**{"algorithm_type": "grpo"} | settings | named)
+    return resolve_algorithm(section, functions={f"algorithm.{name}": given[name] for name in named})
 
 
 def build_outcomes(*rewards):
@@ -36,7 +33,7 @@ def test_every_loss_of_the_table_satisfies_the_contract(name):
     algorithm = resolve(loss=entry.compute_losses, algorithm_type=name, loss_args=dict(entry.loss_args))
     built_in = resolve_algorithm(AlgorithmSection(algorithm_type=name))
     assert (algorithm.aggregation, algorithm.needs) == (built_in.aggregation, built_in.needs)
-    assert algorithm.is_on_policy == built_in.is_on_policy
+    assert algorithm.entry.is_on_policy == built_in.entry.is_on_policy
 
 
 def test_defaults_of_the_replaced_loss_do_not_reach_the_own_one():
@@ -243,3 +240,8 @@ def test_the_order_of_groups_is_checked_once_there_are_several():
 def test_algorithms_on_given_completions_take_no_own_function(knob):
     with pytest.raises(ConfigError, match=rf"algorithm.{knob}='my.py:{knob}' has no effect with algorithm_type='sft'"):
         resolve(algorithm_type="sft", **{knob: compute_ppo_clip_losses})
+
+
+def test_an_own_advantage_has_no_subsets_of_k_rollouts():
+    algorithm = resolve(advantage=compute_grpo_advantages, algorithm_type="pass_at_k", group_size=2)
+    assert algorithm.compute_advantages(build_outcomes([0.0, 1.0])) is not None

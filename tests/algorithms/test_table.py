@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tunesmith.algorithms.algorithm import compute_group_advantages, resolve_algorithm
-from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import AlgorithmSection
 from tunesmith.errors import ConfigError
@@ -63,6 +62,10 @@ def test_loss_aggregation_overrides_the_default():
         ({"algorithm_type": "dppo"}, "unknown algorithm_type 'dppo': did you mean 'dppo_tv' or 'dppo_kl'?"),
         ({"algorithm_type": "dppo_tv", "loss_args": {"delta_low": 1.5}}, "delta_low=1.5"),
         ({"algorithm_type": "clip_cov", "terms_args": {"fraction": 0.0}}, "fraction=0.0"),
+        (
+            {"algorithm_type": "rloo", "terms_args": {"reward_kl_coef": "a"}},
+            "reward_kl_coef='a' in terms_args of 'rloo'",
+        ),
         (
             {"algorithm_type": "topr", "correction": {"floor": 0.5}},
             "correction.floor=0.5 has no effect on 'topr' with importance='auto'",
@@ -217,5 +220,5 @@ def test_own_advantages_and_the_rank_penalty_may_read_tokens():
         AlgorithmSection(algorithm_type="grpo", advantage_args={"rank_penalty": 0.0})
     ).reads_tokens
     section = AlgorithmSection(advantage="agent.py:shape")
-    own = OwnFunctions(advantage=lambda groups: [[0.0 for _ in group] for group in groups])
-    assert resolve_algorithm(section, own=own).reads_tokens
+    functions = {"algorithm.advantage": lambda groups: [[0.0 for _ in group] for group in groups]}
+    assert resolve_algorithm(section, functions=functions).reads_tokens

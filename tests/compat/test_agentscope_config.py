@@ -243,3 +243,8 @@ def test_an_algorithm_of_a_program_is_read_with_the_loss_of_its_trinity_file(tmp
     assert (settings.algorithm.algorithm_type, settings.algorithm.group_size) == ("rec", 4)
     assert settings.algorithm.advantage == f"{ADVANTAGES}:compute_multi_step_grpo_advantages"
     assert settings.algorithm.loss_args == {"epsilon_low": 0.2}
+
+
+def test_an_unknown_field_of_an_algorithm_is_refused():
+    with pytest.raises(ValueError, match="lerning_rate"):
+        AlgorithmConfig(lerning_rate=1e-6)

@@ -56,6 +56,12 @@ GIVEN = [
     ("rec", "advantage_fn_args", {"std_normalize": True, "drop": ""}, {"std_normalize": True}),
     ("rec", "policy_loss_fn_args", {"weight": "advantage", "temp": 2.0}, {"weight": "advantage", "temp": 2.0}),
     ("gspo", "policy_loss_fn_args", {"clip_range": 0.01}, {"clip_range_low": 0.01, "clip_range_high": 0.01}),
+    (
+        "ppo",
+        "policy_loss_fn_args",
+        {"clip_range": 0.3, "clip_range_low": None, "clip_range_high": 0.4},
+        {"clip_range_low": 0.3, "clip_range_high": 0.4},
+    ),
     ("cispo", "policy_loss_fn_args", {"enable_mask_clip": True}, {"enable_mask_clip": True}),
     ("sapo", "policy_loss_fn_args", {"tau_neg": 1.1}, {"tau_neg": 1.1}),
     ("sppo", "policy_loss_fn_args", {"epsilon": 0.2}, {"epsilon": 0.2}),

@@ -56,9 +56,14 @@ REFUSED = [
     ("algorithm.algorithm_type", "grpo_verl", r"algorithm_type='grpo_verl'.*nearest is grpo"),
     ("algorithm.algorithm_type", "cpt", r"algorithm_type='cpt'.*nearest is sft"),
     ("algorithm.advantage_fn", "clipb", r"advantage_fn='clipb'.*nearest is clip_cov"),
+    ("algorithm", {"algorithm_type": "dr_grpo", "policy_loss_fn": "gspo"}, r"policy_loss_fn='gspo'.*type='dr_grpo'"),
     ("algorithm.advantage_fn", "rec", r"advantage_fn='rec'.*'rec' combines with rec, 'ppo' with ppo, grpo"),
     ("algorithm.advantage_fn_args", {"duplicate_experiences": True}, r"duplicate_experiences=True.*refill_budget"),
     ("algorithm.rollout_correction", {"rollout_rs": "token"}, r"rollout_rs needs .*rollout_rs_threshold"),
+    (
+        "algorithm.rollout_correction", {"rollout_rs": "token", "rollout_rs_threshold": 0},
+        r"rollout_rs needs .*rollout_rs_threshold",
+    ),
     ("algorithm.rollout_correction", {"bypass_mode": True}, r"bypass_mode=True.*policy at the start of the step"),
     ("algorithm.sample_strategy", "mix", r"sample_strategy='mix'.*experience\.replay"),
     ("algorithm.rollout_correction", {"rollout_iss": 1}, r"rollout_iss is not a known key: did you mean 'rollout_is'"),
@@ -69,6 +74,11 @@ REFUSED = [
     ("buffer.train_batch_size", 100, r"train_batch_size=100.*must divide.*256.*num_minibatches"),
     ("buffer.explorer_input.taskset", {"path": "d", "storage_type": "sql"}, r"taskset\.storage_type='sql'.*jsonl"),
     ("buffer.explorer_input.taskset", {"path": "d", "rollout_args": {"n": 4}}, r"rollout_args\.n is not supported"),
+    (
+        "buffer.explorer_input.tasksets",
+        [{"name": "a", "path": "d", "rollout_args": {"top_p": 0.9}}, {"name": "b", "path": "e"}],
+        r"tasksets have different rollout_args",
+    ),
     ("buffer.explorer_input.taskset", {"path": "d", "pth": 1}, r"taskset\.pth is not a known key: did you mean 'path'"),
     (
         "buffer.explorer_input.taskset", {"path": "d", "task_selector": {"selector": "random"}},

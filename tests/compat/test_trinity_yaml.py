@@ -324,3 +324,38 @@ def test_two_lengths_determine_the_third(lengths, expected):
     else:
         config = translate(*pairs)
         assert (config.model.max_model_len, config.model.max_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("rollout_model", "lora", "num_ranks", "expected"),
+    [
+        ({"engine_num": 2}, None, 8, 4),
+        ({"tensor_parallel_size": 4}, None, 8, 16),
+        ({"tensor_parallel_size": 4}, [{"lora_rank": 8}], 1, 16),
+    ],
+)
+def test_the_ranks_that_sample_share_the_runners(rollout_model, lora, num_ranks, expected):
+    config = translate(
+        ("cluster.gpu_per_node", 8), ("model.lora_configs", lora),
+        ("explorer", {"runner_per_model": 16, "rollout_model": rollout_model}),
+    )  # fmt: skip
+    assert (config.cluster.num_workers or 1, config.rollout.max_concurrency) == (num_ranks, expected)
+
+
+@pytest.mark.parametrize(
+    ("training", "given", "used"),
+    [
+        ({}, {"top_p": 0.9}, 1.0),
+        ({"model.top_p": 0.8}, {"top_p": 0.9}, 0.8),
+        ({"model.max_response_tokens": 5}, {"max_tokens": 7}, 5),
+        ({"buffer.explorer_input.taskset": {"path": "d", "rollout_args": {"top_k": 3}}}, {"top_k": 4}, 3),
+        ({"model.top_k": 4}, {"top_k": 4, "n": 1, "logprobs": 0}, None),
+    ],
+)
+def test_a_sampling_parameter_of_evaluations_alone_is_noted(training, given, used):
+    sets = ("buffer.explorer_input.eval_tasksets", [{"path": "e", "rollout_args": given}])
+    notes = [note for note in read_notes(*training.items(), sets) if "rollout_args" in note]
+    name, value = next(iter(given.items()))
+    key = f"buffer.explorer_input.eval_tasksets[0].rollout_args.{name}"
+    told = f"{key}={value!r} has no effect: evaluations sample as training, with {used!r}"
+    assert notes == ([] if used is None else [told])

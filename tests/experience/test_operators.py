@@ -170,6 +170,15 @@ def chain_of(*operators, own=(), outcome_key=None, load=None):
     return build_operators(section, load=load or {}.__getitem__, own=own)
 
 
+def test_only_a_second_operator_of_the_same_name_is_numbered():
+    def reward(groups):
+        return groups, {}
+
+    names = ["reward_filter", "my.py:reward", "my.py:reward", "reward_filter"]
+    chain = chain_of(*((name, {}) for name in names), load={"my.py:reward": reward}.__getitem__)
+    assert [each.name for each in chain] == ["reward_filter", "reward", "reward_2", "reward_filter_2"]
+
+
 def test_every_operator_builds_with_its_defaults():
     needed = {
         "reward_shaping_mapper": {"reward_shaping_configs": [{"stats_key": "a", "op_type": "MUL", "weight": 2}]},

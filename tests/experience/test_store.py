@@ -13,6 +13,7 @@ from tunesmith.errors import StorageError
 from tunesmith.experience.store import (
     DISTRIBUTION,
     SCHEMA,
+    RolloutFiles,
     load_rollouts,
     load_table,
     merge_rollouts,
@@ -250,6 +251,19 @@ def test_a_file_without_the_newer_columns_is_read_and_merged(tmp_path):
     merge_rollouts(merged, {step: tmp_path / f"step_{step:06d}.parquet" for step in (1, 2)})
     (tmp_path / "step_000002.parquet").unlink()
     assert load_rollouts(tmp_path / "step_000002.parquet") == [GROUP]
+
+
+def test_a_step_without_rollouts_is_empty_before_and_after_it_is_merged(tmp_path):
+    single = {step: tmp_path / f"step_{step:06d}.parquet" for step in (1, 2)}
+    save_rollouts(single[1], [GROUP])
+    save_rollouts(single[2], [])
+    files = RolloutFiles(tmp_path)
+    assert files.read_table(2, ["reward"]).num_rows == 0
+    merge_rollouts(tmp_path / "steps_000001-000002.parquet", single)
+    for path in single.values():
+        path.unlink()
+    assert files.read_table(2, ["reward"]).num_rows == 0 and list(files.iter_rows(2, ["reward"])) == []
+    assert files.read_table(1, ["reward"]).num_rows == 2
 
 
 def test_steps_of_a_merged_file_without_statistics_are_read_from_its_rows(tmp_path):

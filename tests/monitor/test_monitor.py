@@ -238,3 +238,10 @@ def test_a_notebook_gets_plain_text_on_stdout(monkeypatch, tmp_path, capsys):
     shown = capsys.readouterr()
     assert shown.out.startswith("step 1/1") and "\x1b" not in shown.out
     assert shown.err == ""
+
+
+def test_a_step_whose_rollouts_all_failed_has_the_line_of_reinforcement_learning():
+    stream = io.StringIO()
+    console = ConsoleProgress(total_steps=2, stream=stream)
+    console.show_train(1, {"rollout/num_failed": 8.0, "rollout/num_trajectories": 8.0, "train/loss": 0.0})
+    assert "failed 8" in stream.getvalue() and "loss" not in stream.getvalue()

@@ -9,7 +9,6 @@ from pathlib import Path
 from tunesmith import JudgeOutput, StepEnd, Stop, WorkflowOutput, tune
 from tunesmith.algorithms.advantages.group import RunOutcome
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.commands.tune.callbacks import load_callbacks
 from tunesmith.config import AlgorithmSection, CallbacksSection
 from tunesmith.runs.load_function import CustomComponents
@@ -61,11 +60,11 @@ def run_example(page, name):
 
 def test_the_functions_in_the_docs_satisfy_the_contracts():
     example = run_example("algorithms.md", "my_algorithm.py")
-    own = OwnFunctions(advantage=example["advantages"], loss=example["loss"])
+    functions = {"algorithm.advantage": example["advantages"], "algorithm.loss": example["loss"]}
     section = AlgorithmSection(
         algorithm_type="grpo", advantage="my_algorithm.py:advantages", loss="my_algorithm.py:loss"
     )
-    algorithm = resolve_algorithm(section, own=own)
+    algorithm = resolve_algorithm(section, functions=functions)
     groups = [[RunOutcome(reward=reward, num_turns=1) for reward in row] for row in ([0.0, 1.0, 1.0], [1.0, 1.0])]
     assert algorithm.compute_advantages(groups) == [[-1.0, 0.0, 0.0], [None, None]]
 

@@ -85,7 +85,7 @@ def test_no_trained_token_is_too_old_and_no_task_is_lost(max_staleness, seed):
             num_dropped += counts["staleness/num_dropped_groups"]
             assert dispatcher.num_in_flight == min(max_staleness, num_steps - step) * BATCH_SIZE
             trained += [group.task.index for group in taken]
-            drawn = Counter(feed.selector._find_index(n) for n in range(feed.selector.num_drawn))
+            drawn = Counter(feed.selector.find_index(n) for n in range(feed.selector.num_drawn))
             assert Counter(trained + list_in_flight(dispatcher)) == drawn
         assert feed.give_feedback([None] * len(trained)) == {}, "the selector hears of each trained group once"
         assert is_stale and await dispatcher.close() == 0
@@ -141,7 +141,7 @@ def test_groups_are_taken_in_the_order_of_their_start():
 
     async def run() -> None:
         dispatcher, engine, feed = build_dispatcher(workflow, max_staleness=3, max_concurrency=100)
-        order = [feed.selector._find_index(number) for number in range(NUM_TASKS)]
+        order = [feed.selector.find_index(number) for number in range(NUM_TASKS)]
         assert order[0] == 0
         first = await take(dispatcher, engine, Oldest(), step=1)
         assert first[0].task.index != 0

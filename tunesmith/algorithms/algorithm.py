@@ -10,10 +10,8 @@ from typing import Any
 
 from tunesmith.algorithms.advantages.baselines import keep_rewards
 from tunesmith.algorithms.advantages.group import DEFAULT_K, Advantages, RunOutcome, compute_pass_at_k_advantages
-from tunesmith.algorithms.kl import KlEstimator
 from tunesmith.algorithms.own_functions import (
     CheckedAdvantages,
-    OwnFunctions,
     build_random_scores,
     check_own_loss,
     replace_functions,
@@ -21,7 +19,7 @@ from tunesmith.algorithms.own_functions import (
 from tunesmith.algorithms.scores import Aggregation, Need, TokenInputs, TokenLosses, TokenScores, keep_advantages
 from tunesmith.algorithms.table import ALGORITHMS, AlgorithmEntry
 from tunesmith.arguments import bind_arguments, suggest_name
-from tunesmith.config import AdaptiveKlSection, AlgorithmSection, CorrectionSection
+from tunesmith.config import AlgorithmSection, CorrectionSection
 from tunesmith.errors import ConfigError
 from tunesmith.types import Group, RunAdvantage, are_equal
 
@@ -30,31 +28,20 @@ from tunesmith.types import Group, RunAdvantage, are_equal
 class Algorithm:
     """An algorithm with all its arguments bound."""
 
-    name: str
+    section: AlgorithmSection
+    entry: AlgorithmEntry
+    """That of the table, with the user's functions in place of its own."""
     compute_advantages: Callable[[Sequence[Sequence[RunOutcome]]], Advantages] | None
+    compute_terms: Callable[[TokenInputs], TokenInputs]
     compute_losses: Callable[[TokenScores], TokenLosses]
     aggregation: Aggregation
     kl_coef: float
     """Current weight of the KL in the loss; with `kl_adaptive` the trainer replaces it after each update."""
-    kl_estimator: KlEstimator
-    entropy_coef: float
-    top_entropy_fraction: float
-    """Share of the tokens of an update, those of highest entropy, that have a policy loss."""
-    compute_terms: Callable[[TokenInputs], TokenInputs]
     needs: frozenset[Need]
-    kl_adaptive: AdaptiveKlSection | None
-    correction: CorrectionSection
-    is_on_policy: bool
-    is_group_relative: bool
-    """Whether advantages are known to only compare the rollouts of a group; False for an own advantage function."""
-    reads_tokens: bool
-    """Whether advantages may depend on tokens or logprobs of the rollouts; True for an own advantage function."""
-    needs_sequences: bool
-    """Whether `compute_terms` combines the tokens of a rollout."""
-    keeps_advantages: bool
-    """Whether `compute_terms` keeps each token's advantage as it is."""
-    trains_zero_advantages: bool
-    """Whether groups of zero advantage are trained: a KL, an entropy bonus or a regularizer has a gradient on them."""
+
+    @property
+    def name(self) -> str:
+        return self.section.algorithm_type
 
     @property
     def is_supervised(self) -> bool:
@@ -62,9 +49,38 @@ class Algorithm:
         return self.compute_advantages is None
 
     @property
+    def is_group_relative(self) -> bool:
+        """Whether advantages are known to only compare the rollouts of a group; False for an own advantage function."""
+        return self.entry.is_group_relative and not self.is_supervised
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether advantages may depend on tokens or logprobs of the rollouts; True for an own advantage function."""
+        return self.entry.reads_tokens or self.section.advantage_args.get("rank_penalty", 0) > 0
+
+    @property
+    def keeps_advantages(self) -> bool:
+        """Whether `compute_terms` keeps each token's advantage as it is."""
+        return self.entry.compute_terms is keep_advantages
+
+    @property
+    def trains_zero_advantages(self) -> bool:
+        """Whether groups of zero advantage are trained: a KL, an entropy bonus or a regularizer has a gradient on them.
+        A `std_threshold` above 0 always drops them."""
+        section = self.section
+        has_other_gradient = (
+            section.kl_coef > 0
+            or section.entropy_coef > 0
+            or section.terms_args.get("reward_kl_coef", 0) > 0
+            or section.loss_args.get("regularizer_coef", 0) > 0
+        )
+        drops_by_threshold = section.advantage_args.get("std_threshold", 0) > 0
+        return self.entry.drops_equal_rewards and has_other_gradient and not drops_by_threshold
+
+    @property
     def can_weigh_in_loss_pass(self) -> bool:
         """Whether importance weights depend on the token alone, and no logprobs are needed before the loss pass."""
-        correction = self.correction
+        correction = self.section.correction
         return (
             self.keeps_advantages
             and correction.importance != "sequence"
@@ -75,19 +91,19 @@ class Algorithm:
     @property
     def has_own_inputs(self) -> bool:
         """Whether the inputs of a fresh token depend on it alone, but for the counts that the loss is divided by."""
-        correction = self.correction
+        correction = self.section.correction
         return (
             self.keeps_advantages
             and correction.mask is None
             and correction.negative_sequence_delta is None
-            and self.top_entropy_fraction == 1
+            and self.section.top_entropy_fraction == 1
         )
 
     def find_sequence_knob(self) -> str | None:
         """What combines the tokens of whole rollouts: the algorithm's terms, or the knob of a mean or a product."""
-        correction, mask = self.correction, self.correction.mask
+        correction, mask = self.section.correction, self.section.correction.mask
         combines = {
-            repr(self.name): self.needs_sequences,
+            repr(self.name): self.entry.needs_sequences,
             f"algorithm.loss_aggregation={self.aggregation}": self.aggregation == "seq-mean-token-mean",
             "algorithm.correction.importance=sequence": correction.importance == "sequence",
             f"algorithm.correction.mask.level={mask and mask.level}": mask is not None and mask.level != "token",
@@ -99,30 +115,33 @@ class Algorithm:
 
     def uses_importance_weights(self, *, has_older_tokens: bool) -> bool:
         """Whether a step multiplies losses by importance weights; `has_older_tokens`: older policies sampled some."""
-        if self.correction.importance == "auto":
-            return self.is_on_policy and not self.is_supervised and has_older_tokens
-        return self.correction.importance != "none"
+        importance = self.section.correction.importance
+        if importance == "auto":
+            return self.entry.is_on_policy and not self.is_supervised and has_older_tokens
+        return importance != "none"
 
 
-def load_algorithm(section: AlgorithmSection, load: Callable[..., Any]) -> tuple[Algorithm, OwnFunctions]:
-    """The algorithm, and the section's own functions, which `load(spec, knob=...)` imports."""
-    own = OwnFunctions(
-        advantage=load(section.advantage, knob="algorithm.advantage"),
-        loss=load(section.loss, knob="algorithm.loss"),
-    )
-    return resolve_algorithm(section, own=own), own
+def load_algorithm(section: AlgorithmSection, load: Callable[..., Any]) -> Algorithm:
+    """The algorithm with the section's own functions, which `load(spec, knob=...)` imports."""
+    named = {"algorithm.advantage": section.advantage, "algorithm.loss": section.loss}
+    functions = {knob: load(spec, knob=knob) for knob, spec in named.items() if spec is not None}
+    return resolve_algorithm(section, functions=functions)
 
 
-def resolve_algorithm(section: AlgorithmSection, *, own: OwnFunctions = OwnFunctions()) -> Algorithm:
+def resolve_algorithm(section: AlgorithmSection, *, functions: Mapping[str, Callable[..., Any]] = {}) -> Algorithm:
     """Look up the algorithm and bind its arguments; an unknown name is a ConfigError with the nearest known name.
 
-    `own` are the loaded functions of `section.advantage` and `section.loss`.
+    `functions` are the loaded functions of the knobs `algorithm.advantage` and `algorithm.loss` that are set.
     """
     name = section.algorithm_type
     if name not in ALGORITHMS:
         raise ConfigError(f"unknown algorithm_type {name!r}: {suggest_name(name, list(ALGORITHMS))}")
-    entry = replace_functions(ALGORITHMS[name], section, own)
+    entry = replace_functions(ALGORITHMS[name], section, functions)
     loss_args = {**entry.loss_args, **section.loss_args}
+    compute_advantages = _bind_advantages(section, entry)
+    compute_terms = bind_arguments(entry.compute_terms, section.terms_args, where=f"terms_args of {name!r}")
+    compute_losses = bind_arguments(entry.compute_losses, loss_args, where=f"loss_args of {section.loss or name!r}")
+    # of arguments whose types were checked
     needs = entry.needs | entry.find_needs({**section.advantage_args, **section.terms_args, **loss_args})
     if section.kl_coef > 0:
         needs |= {"reference"}
@@ -131,39 +150,24 @@ def resolve_algorithm(section: AlgorithmSection, *, own: OwnFunctions = OwnFunct
     if section.top_entropy_fraction < 1:
         needs |= {"entropies"}
     algorithm = Algorithm(
-        name=name,
-        compute_advantages=_bind_advantages(section, entry),
-        compute_losses=bind_arguments(entry.compute_losses, loss_args, where=f"loss_args of {section.loss or name!r}"),
-        compute_terms=bind_arguments(entry.compute_terms, section.terms_args, where=f"terms_args of {name!r}"),
-        needs=needs,
+        section=section,
+        entry=entry,
+        compute_advantages=compute_advantages,
+        compute_terms=compute_terms,
+        compute_losses=compute_losses,
         aggregation=section.loss_aggregation or entry.aggregation,
         kl_coef=section.kl_coef,
-        kl_estimator=section.kl_estimator,
-        kl_adaptive=section.kl_adaptive,
-        entropy_coef=section.entropy_coef,
-        top_entropy_fraction=section.top_entropy_fraction,
-        correction=section.correction,
-        is_on_policy=entry.is_on_policy,
-        is_group_relative=entry.is_group_relative and entry.compute_advantages is not None,
-        reads_tokens=entry.reads_tokens or section.advantage_args.get("rank_penalty", 0) > 0,
-        needs_sequences=entry.needs_sequences,
-        keeps_advantages=entry.compute_terms is keep_advantages,
-        trains_zero_advantages=_trains_zero_advantages(section, entry),
+        needs=needs,
     )
-    _check_section(section, algorithm)
+    _check_section(algorithm)
     # on few values, which raises ConfigError for arguments that do not fit together before a run starts
-    if algorithm.compute_advantages is not None:
-        algorithm.compute_advantages([])
+    if compute_advantages is not None:
+        compute_advantages([])
+    scores = build_random_scores(compute_terms, needs)
     if section.loss is None:
-        algorithm.compute_losses(build_random_scores(algorithm.compute_terms, algorithm.needs))
+        compute_losses(scores)
     else:
-        check_own_loss(
-            algorithm.compute_losses,
-            knob=f"algorithm.loss={section.loss!r}",
-            algorithm_type=name,
-            compute_terms=algorithm.compute_terms,
-            needs=needs,
-        )
+        check_own_loss(compute_losses, scores, knob=f"algorithm.loss={section.loss!r}", algorithm_type=name)
     return algorithm
 
 
@@ -175,28 +179,17 @@ def _bind_advantages(
         if section.advantage_args:
             raise ConfigError(f"advantage_args has no effect with {name!r}, which computes no advantages: leave it out")
         return None
-    if section.advantage is None:
-        return bind_arguments(entry.compute_advantages, section.advantage_args, where=f"advantage_args of {name!r}")
-    where = f"advantage_args of {section.advantage!r}"
+    where = f"advantage_args of {section.advantage or name!r}"
     bound = bind_arguments(entry.compute_advantages, section.advantage_args, where=where)
+    if section.advantage is None:
+        return bound
     return CheckedAdvantages(bound, knob=f"algorithm.advantage={section.advantage!r}")
 
 
-def _trains_zero_advantages(section: AlgorithmSection, entry: AlgorithmEntry) -> bool:
-    """Whether zero-advantage groups are trained; a `std_threshold` above 0 always drops them."""
-    has_other_gradient = (
-        section.kl_coef > 0
-        or section.entropy_coef > 0
-        or section.terms_args.get("reward_kl_coef", 0) > 0
-        or section.loss_args.get("regularizer_coef", 0) > 0
-    )
-    drops_by_threshold = section.advantage_args.get("std_threshold", 0) > 0
-    return entry.drops_equal_rewards and has_other_gradient and not drops_by_threshold
-
-
-def _check_section(section: AlgorithmSection, algorithm: Algorithm) -> None:
+def _check_section(algorithm: Algorithm) -> None:
     """Refuse settings without effect, or with an effect that contradicts their name."""
-    if ALGORITHMS[algorithm.name].aggregation == "sum" and section.loss_aggregation is not None:
+    section, entry = algorithm.section, algorithm.entry
+    if entry.aggregation == "sum" and section.loss_aggregation is not None:
         raise ConfigError(
             f"algorithm.loss_aggregation has no effect with {algorithm.name!r}, whose loss includes the token weights: "
             "leave it out"
@@ -206,7 +199,7 @@ def _check_section(section: AlgorithmSection, algorithm: Algorithm) -> None:
             f"algorithm.group_size=1: {algorithm.name!r} compares rollouts of a task, so one rollout has no advantage; "
             "raise group_size, or choose an algorithm without a group baseline, such as reinforceplusplus"
         )
-    if ALGORITHMS[algorithm.name].compute_advantages is compute_pass_at_k_advantages:
+    if entry.compute_advantages is compute_pass_at_k_advantages:
         k = section.advantage_args.get("k", DEFAULT_K)
         if k >= section.group_size:
             raise ConfigError(

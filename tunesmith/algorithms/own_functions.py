@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import fields, replace
 from functools import partial
 from numbers import Real
 from operator import itemgetter
@@ -46,16 +46,8 @@ RESERVED_METRICS = frozenset(
 LossFunction = Callable[[TokenScores], TokenLosses]
 
 
-def check_own_loss(
-    compute_losses: LossFunction,
-    *,
-    knob: str,
-    algorithm_type: str,
-    compute_terms: Callable[[TokenInputs], TokenInputs],
-    needs: Set[Need],
-) -> None:
-    """Raise ConfigError, naming the knob, if the loss function breaks its contract."""
-    scores = build_random_scores(compute_terms, needs)
+def check_own_loss(compute_losses: LossFunction, scores: TokenScores, *, knob: str, algorithm_type: str) -> None:
+    """Raise ConfigError, naming the knob, if the loss function breaks its contract on random scores."""
     given = _map(scores, lambda values_N: values_N.detach().clone())
     compute = partial(_compute, compute_losses, knob=knob, algorithm_type=algorithm_type)
     losses_N = compute(scores)
@@ -203,45 +195,31 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 Outcomes = Sequence[Sequence[RunOutcome]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnFunctions:
-    """Loaded functions of `algorithm.advantage` and `algorithm.loss`; None keeps the function of `algorithm_type`."""
-
-    advantage: Callable[..., Any] | None = None
-    loss: Callable[..., Any] | None = None
-
-
-def replace_functions(entry: AlgorithmEntry, section: AlgorithmSection, own: OwnFunctions) -> AlgorithmEntry:
-    """The table's entry with the user's functions in place of its own."""
-    for knob, spec, function in list_functions(section, own):
+def replace_functions(
+    entry: AlgorithmEntry, section: AlgorithmSection, functions: Mapping[str, Callable[..., Any]]
+) -> AlgorithmEntry:
+    """The table's entry with the user's functions, by their knobs, in place of its own."""
+    for name, parameter in (("advantage", "groups"), ("loss", "scores")):
+        if (spec := getattr(section, name)) is None:
+            continue
+        knob = f"algorithm.{name}"
         if entry.compute_advantages is None:
             raise ConfigError(
                 f"{knob}={spec!r} has no effect with algorithm_type={section.algorithm_type!r}, which trains given "
                 "completions: choose an algorithm that trains on rewards"
             )
-        if function is None:
-            raise ConfigError(f"{knob}={spec!r} was not loaded: pass the function as {knob.split('.')[1]}_func")
-    if own.advantage is not None:
-        check_signature(own.advantage, "groups", knob=f"algorithm.advantage={section.advantage!r}")
+        check_signature(functions[knob], parameter, knob=f"{knob}={spec!r}")
+    if section.advantage is not None:
         entry = replace(
             entry,
-            compute_advantages=own.advantage,
+            compute_advantages=functions["algorithm.advantage"],
             is_group_relative=False,
             drops_equal_rewards=False,
             reads_tokens=True,
         )
-    if own.loss is not None:
-        check_signature(own.loss, "scores", knob=f"algorithm.loss={section.loss!r}")
-        entry = replace(entry, compute_losses=own.loss, loss_args={})
+    if section.loss is not None:
+        entry = replace(entry, compute_losses=functions["algorithm.loss"], loss_args={})
     return entry
-
-
-def list_functions(
-    section: AlgorithmSection, own: OwnFunctions = OwnFunctions()
-) -> list[tuple[str, str, Callable[..., Any] | None]]:
-    """Knob, value and function of each knob of an own function that is set."""
-    named = (("algorithm.advantage", section.advantage, own.advantage), ("algorithm.loss", section.loss, own.loss))
-    return [(knob, spec, function) for knob, spec, function in named if spec is not None]
 
 
 def check_signature(function: Callable[..., Any], parameter: str, *, knob: str) -> None:

@@ -94,11 +94,11 @@ def build_section(model: TunerModelConfig, *, label: str) -> ModelSection | Auxi
     """Settings of a model in this process, or with `base_url` of one on a server."""
     if model.tinker_config is not None:
         raise ConfigError(f"{label}: tinker_config has no effect, because the model is not trained; remove it")
-    if model.inference_engine_num != 1:
-        raise ConfigError(
-            f"{label}: inference_engine_num={model.inference_engine_num} is not supported: a model in this process has "
-            "one engine; set 1"
-        )
+    for key in ("inference_engine_num", "tensor_parallel_size"):
+        if (number := getattr(model, key)) != 1:
+            raise ConfigError(
+                f"{label}: {key}={number} is not supported: a model in this process has one engine on one device; set 1"
+            )
     fields = translate_model_fields(model)
     if model.base_url is not None:
         return AuxiliaryModelSection(**fields)

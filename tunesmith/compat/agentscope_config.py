@@ -144,7 +144,7 @@ class TunerModelConfig(StrictModel):
         }
 
 
-class AlgorithmConfig(BaseModel):
+class AlgorithmConfig(StrictModel):
     """The algorithm, its batch sizes and the intervals of checkpoints and evaluations."""
 
     algorithm_type: str = "multi_step_grpo"

@@ -90,13 +90,19 @@ def find_algorithm(draft: Draft) -> str:
         raise ConfigError(f"algorithm.algorithm_type={named!r} is not supported: {REFUSED_TYPES[named]}")
     if named not in ALGORITHMS:
         raise ConfigError(f"algorithm.algorithm_type={named!r} is unknown: {suggest_name(named, list(ALGORITHMS))}")
-    if named not in PARTS:
-        return named
-    own_advantage, own_loss = PARTS[named]
+    own_advantage, own_loss = PARTS.get(named, (named, named))
     advantage = draft.find("algorithm.advantage_fn", own_advantage)
     loss = draft.find("algorithm.policy_loss_fn", own_loss)
     if advantage in REFUSED_ADVANTAGES:
         raise ConfigError(f"algorithm.advantage_fn={advantage!r} is not supported: {REFUSED_ADVANTAGES[advantage]}")
+    if named not in PARTS:
+        for key, part in (("advantage_fn", advantage), ("policy_loss_fn", loss)):
+            if part != named:
+                raise ConfigError(
+                    f"algorithm.{key}={part!r} is not supported with algorithm_type={named!r}, which Trinity-RFT does "
+                    "not have: remove it, or choose another algorithm_type"
+                )
+        return named
     if advantage == named:
         advantage = own_advantage
     matching = [name for name, parts in PARTS.items() if parts == (advantage, loss)]
@@ -139,18 +145,16 @@ def read_advantage_args(draft: Draft, key: str, value: Any) -> None:
 
 def read_loss_args(draft: Draft, key: str, value: Any) -> None:
     """Arguments of the policy loss; some of them are keys of other sections here."""
-    args = dict(read_mapping(value, key))
+    args = {name: given for name, given in read_mapping(value, key).items() if given is not None}
     if find_algorithm(draft) in MIXTURES:
         args = read_mixture_args(draft, key, args)
-    if args.get("loss_agg_mode") is not None:
-        draft.set("algorithm.loss_aggregation", args["loss_agg_mode"], source=f"{key}.loss_agg_mode")
-    if args.get("clip_range") is not None:
-        args = {"clip_range_low": args["clip_range"], "clip_range_high": args["clip_range"]} | args
-    if args.get("enable_sequence_masking"):
-        delta = args.get("delta_sequence_masking", 0.1)
+    if (mode := args.pop("loss_agg_mode", None)) is not None:
+        draft.set("algorithm.loss_aggregation", mode, source=f"{key}.loss_agg_mode")
+    if (clip_range := args.pop("clip_range", None)) is not None:
+        args = {"clip_range_low": clip_range, "clip_range_high": clip_range} | args
+    delta = args.pop("delta_sequence_masking", 0.1)
+    if args.pop("enable_sequence_masking", False):
         draft.set("algorithm.correction.negative_sequence_delta", delta, source=f"{key}.enable_sequence_masking")
-    for name in ("loss_agg_mode", "clip_range", "enable_sequence_masking", "delta_sequence_masking"):
-        args.pop(name, None)
     _set_args(draft, key, "loss_args", args)
 
 
@@ -231,7 +235,7 @@ def read_correction(draft: Draft, key: str, value: Any) -> None:
     given = read_mapping(value, key)
     low, high = given.get("rollout_rs_threshold_lower"), given.get("rollout_rs_threshold")
     if given.get("rollout_rs") is not None:
-        if high is None:
+        if not high:
             raise ConfigError(f"{key}.rollout_rs needs {key}.rollout_rs_threshold, the largest weight that is kept")
         mask = {"level": given["rollout_rs"], "low": 1 / high if low is None else low, "high": high}
         draft.set("algorithm.correction.mask", mask, source=f"{key}.rollout_rs")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tunesmith.arguments import suggest_name
@@ -71,22 +71,15 @@ Rule = Callable[[Draft, str, Any], None]
 """Takes the draft, the dotted key in the file, and its value."""
 
 
-def move(target: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
-    """Set our key to the value; None keeps our default."""
+def move(
+    target: str, convert: Callable[[Any], Any] = lambda value: value, *, section: dict[str, Any] | None = None
+) -> Rule:
+    """Set our key to the value, or that of a section which is built apart from the draft; None keeps our default."""
 
     def apply(draft: Draft, key: str, value: Any) -> None:
         if value is not None:
-            draft.set(target, convert(value), source=key)
-
-    return apply
-
-
-def keep(section: dict[str, Any], target: str) -> Rule:
-    """Set a key of a section that is built apart from the draft; None keeps our default."""
-
-    def apply(draft: Draft, key: str, value: Any) -> None:
-        if value is not None:
-            section[target] = value
+            owner = draft if section is None else replace(draft, values=section)
+            owner.set(target, convert(value), source=key)
 
     return apply
 

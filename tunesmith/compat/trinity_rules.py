@@ -25,7 +25,7 @@ from tunesmith.compat.trinity_algorithms import (
     read_sample_strategy,
     read_sample_strategy_args,
 )
-from tunesmith.compat.trinity_draft import Draft, Rule, accept, allow, allow_neutral, keep, move, read_mapping, walk
+from tunesmith.compat.trinity_draft import Draft, Rule, accept, allow, allow_neutral, move, read_mapping, walk
 from tunesmith.compat.trinity_sections import (
     ADAPTER,
     CLUSTER_KEYS,
@@ -113,7 +113,7 @@ def read_tinker(draft: Draft, key: str, value: Any) -> None:
         return
     walk(
         draft,
-        {name: keep(fields, name) for name in TinkerConfig.model_fields} | {"enable": accept()},
+        {name: move(name, section=fields) for name in TinkerConfig.model_fields} | {"enable": accept()},
         given,
         parent=f"{key}.",
     )

@@ -15,14 +15,13 @@ from tunesmith.compat.trinity_draft import (
     accept,
     allow,
     allow_neutral,
-    keep,
     move,
     read_list,
     read_mapping,
     read_mappings,
     walk,
 )
-from tunesmith.config import AlgorithmSection, ReplaySection
+from tunesmith.config import AlgorithmSection, ModelSection, ReplaySection
 from tunesmith.errors import ConfigError
 
 ADAPTER = "agentscope_workflow_adapter_v1"
@@ -47,7 +46,8 @@ LORA_DEFAULTS: dict[str, Any] = {"lora_rank": 32, "lora_alpha": 32, "target_modu
 
 TASKSET_KEYS: dict[str, str] = {"path": "path", "split": "split", "subset_name": "name"}
 """Key of a task set -> field of our data set section."""
-SAMPLING_KEYS = ("temperature", "top_p", "top_k", "max_tokens")
+SAMPLING_KEYS = {name: name for name in ("temperature", "top_p", "top_k")} | {"max_tokens": "max_response_tokens"}
+"""Sampling parameter of a task set -> key of the file's model section."""
 
 
 def read_taskset(draft: Draft, key: str, value: Any) -> None:
@@ -117,7 +117,7 @@ def read_one_set(draft: Draft, key: str, given: Mapping[str, Any], *, is_evaluat
         "task_selector": no_selector if is_evaluation else keep_selector,
         "data_selector": no_selector if is_evaluation else keep_selector,
         "enable_progress_bar": accept(),
-        **{name: keep(section, target) for name, target in TASKSET_KEYS.items()},
+        **{name: move(target, section=section) for name, target in TASKSET_KEYS.items()},
     }
     walk(draft, rules, given, parent=f"{key}.")
     return section
@@ -170,8 +170,8 @@ def resolve_functions(draft: Draft) -> None:
 def read_selector(draft: Draft, key: str, value: Any) -> dict[str, Any]:
     """Our selector section; names and arguments are the same and are checked when the selector is built."""
     section: dict[str, Any] = {}
-    rules = {name: keep(section, name) for name in ("selector_type", "seed", "feature_keys")}
-    walk(draft, rules | {"kwargs": keep(section, "args")}, read_mapping(value, key), parent=f"{key}.")
+    rules = {name: move(name, section=section) for name in ("selector_type", "seed", "feature_keys")}
+    walk(draft, rules | {"kwargs": move("args", section=section)}, read_mapping(value, key), parent=f"{key}.")
     return section
 
 
@@ -194,30 +194,42 @@ def read_lora_configs(draft: Draft, key: str, value: Any) -> None:
 
 def read_sampling(draft: Draft, key: str, value: Any) -> None:
     """Sampling parameters of training rollouts; they override the model section."""
-    for name, given in read_mapping(value, key).items():
-        if name == "n" and given in (None, 1):
-            continue
-        if name == "logprobs":
-            continue
-        if name not in SAMPLING_KEYS:
-            raise ConfigError(
-                f"{key}.{name} is not supported: a request samples one answer, with {', '.join(SAMPLING_KEYS)}"
-            )
-        if given is not None:
-            given = max(given, 0) if name == "top_k" else given
-            draft.set(f"model.{name}", given, source=f"{key}.{name}", is_finer=True)
+    for name, given in find_training_sampling(draft).items():
+        draft.set(f"model.{name}", given, source=f"{key}.{name}", is_finer=True)
+
+
+def find_training_sampling(draft: Draft) -> dict[str, Any]:
+    """The sampling parameters of the training sets, which all have the same."""
+    key = "buffer.explorer_input.taskset"
+    sets = read_mappings(draft.find(f"{key}s"), f"{key}s") or [draft.find_mapping(key)]
+    found = [list_sampling(f"{key}.rollout_args", each.get("rollout_args")) for each in sets]
+    if any(each != found[0] for each in found):
+        raise ConfigError(f"{key}s have different rollout_args, which is not supported: all sets sample as model says")
+    return found[0]
 
 
 def read_evaluation_sampling(draft: Draft, key: str, value: Any) -> None:
-    """Sampling parameters of evaluations: a separate temperature; the others must equal the model's."""
-    for name, given in read_mapping(value, key).items():
+    """Sampling parameters of evaluations: a separate temperature; the others are those of training."""
+    own = find_training_sampling(draft)
+    for name, given in list_sampling(key, value).items():
+        default = ModelSection.model_fields[name].default
+        used = own.get(name, draft.find(f"model.{SAMPLING_KEYS[name]}", default))
         if name == "temperature":
             draft.set("evaluation.temperature", given, source=f"{key}.{name}")
-        elif name != "logprobs" and given != draft.find(f"model.{name}", given):
-            raise ConfigError(
-                f"{key}.{name}={given!r} is not supported: evaluations have only a separate temperature; set "
-                f"model.{name}"
-            )
+        elif given != used:
+            draft.notes.append(f"{key}.{name}={given!r} has no effect: evaluations sample as training, with {used!r}")
+
+
+def list_sampling(key: str, value: Any) -> dict[str, Any]:
+    """The sampling parameters that are set; a request samples one answer, with its logprobs."""
+    given = {name: each for name, each in read_mapping(value, key).items() if name != "logprobs" and each is not None}
+    if given.get("n") == 1:
+        del given["n"]
+    for name in given.keys() - SAMPLING_KEYS:
+        raise ConfigError(
+            f"{key}.{name} is not supported: a request samples one answer, with {', '.join(SAMPLING_KEYS)}"
+        )
+    return given if "top_k" not in given else given | {"top_k": max(given["top_k"], 0)}
 
 
 def read_operators(draft: Draft, key: str, value: Any) -> None:
@@ -343,7 +355,7 @@ def read_auxiliary(draft: Draft, key: str, given: Mapping[str, Any]) -> dict[str
         "enable_prefix_caching", "seed", "gpu_memory_utilization", "max_prompt_tokens", "engine_type",
     )  # fmt: skip
     section: dict[str, Any] = {}
-    rules = {name: keep(section, target) for name, target in kept.items()} | {
+    rules = {name: move(target, section=section) for name, target in kept.items()} | {
         **dict.fromkeys(without_effect, accept()),
         "engine_num": accept(ONE_AUXILIARY_ENGINE, silent=(1,)),
         "tensor_parallel_size": accept(f"{ONE_AUXILIARY_ENGINE}: start one for a large model", silent=(1,)),
@@ -357,13 +369,15 @@ CLUSTER_KEYS = ("ray_namespace", "cluster.node_num", "cluster.gpu_per_node", "cl
 """Keys of the file that `resolve_cluster` reads, besides those of the rollout model."""
 ENGINES = "explorer.rollout_model.engine_num"
 TENSOR_PARALLEL_SIZE = "explorer.rollout_model.tensor_parallel_size"
+RUNNERS = "explorer.runner_per_model"
 
 
 def resolve_cluster(draft: Draft) -> None:
-    """Set the `cluster` section from the hosts, their GPUs, the engines and the settings of Ray."""
-    num_hosts, num_ranks = max(draft.find("cluster.node_num", 1), 1), count_ranks(draft)
-    if draft.find(TENSOR_PARALLEL_SIZE, 1) > 1:
-        num_ranks = split_model(draft)
+    """Set the `cluster` section from the hosts, their GPUs, the engines and the settings of Ray, and the number of
+    workflows that run at once on a rank: the runners of all engines over the ranks that sample."""
+    num_hosts, num_engines = max(draft.find("cluster.node_num", 1), 1), draft.find(ENGINES, 1)
+    is_split = draft.find(TENSOR_PARALLEL_SIZE, 1) > 1
+    num_ranks = split_model(draft) if is_split else count_ranks(draft)
     batch_size = draft.find("buffer.batch_size", AlgorithmSection().batch_size)
     if num_ranks > batch_size:
         draft.notes.append(
@@ -388,11 +402,13 @@ def resolve_cluster(draft: Draft) -> None:
         )
     if namespace:
         draft.set("cluster.ray_namespace", namespace, source="ray_namespace")
-    num_engines = draft.find(ENGINES, 1)
-    if draft.find(TENSOR_PARALLEL_SIZE, 1) == 1 < num_engines != num_ranks:
+    if not is_split and 1 < num_engines != num_ranks:
         draft.notes.append(
             f"{ENGINES}={num_engines}: all {num_ranks} GPUs sample and train, each with an engine (cluster.num_workers)"
         )
+    if (num_runners := draft.find(RUNNERS)) is not None:
+        num_sampling = 1 if is_split else num_ranks
+        draft.set("rollout.max_concurrency", -(-num_runners * num_engines // num_sampling), source=RUNNERS)
 
 
 def count_ranks(draft: Draft) -> int:

@@ -22,7 +22,6 @@ from tunesmith.compat.trinity_draft import Draft, Rule, accept, allow, move, wal
 from tunesmith.compat.trinity_rules import RULES
 from tunesmith.compat.trinity_sections import (
     CLUSTER_KEYS,
-    count_ranks,
     resolve_cluster,
     resolve_functions,
     resolve_task_pipeline,
@@ -170,7 +169,7 @@ def translate_trinity_file(
     walk(draft, rules, values, parent="")
     resolvers = [resolve_lengths, resolve_task_pipeline]
     if command is None:
-        resolvers += [resolve_cluster, resolve_concurrency, resolve_functions, resolve_differences]
+        resolvers += [resolve_cluster, resolve_functions, resolve_differences]
     for resolve in resolvers:
         with draft.collecting_problems():
             resolve(draft)
@@ -271,14 +270,4 @@ def resolve_lengths(draft: Draft) -> None:
         raise ConfigError(
             f"model.max_prompt_tokens={prompt} is not supported: a prompt may use the whole context except "
             f"max_response_tokens; remove it, or set max_model_len={prompt + answer}"
-        )
-
-
-def resolve_concurrency(draft: Draft) -> None:
-    """Number of concurrent workflows of a rank: runners per model times engines, over the ranks."""
-    runners = draft.find("explorer.runner_per_model")
-    if runners is not None:
-        engines = draft.find("explorer.rollout_model.engine_num", 1)
-        draft.set(
-            "rollout.max_concurrency", -(-runners * engines // count_ranks(draft)), source="explorer.runner_per_model"
         )

@@ -226,10 +226,10 @@ def data_juicer(
     Data-Juicer, by default this one.
     """
     process = operators if config_path is None else read_recipe(Path(config_path))
-    if not process:
+    if not process or (config_path is not None and operators is not None):
         raise ConfigError("operator data_juicer needs config_path, a file with the key process, or operators")
     runs = [run for group in groups for run in group.scored]
-    if runs and prompt_key not in runs[0].task.row:
+    if any(prompt_key not in run.task.row for run in runs):
         raise ConfigError(f"operator data_juicer: tasks have no field {prompt_key!r} (prompt_key)")
     rows = [
         {"prompt_text": str(run.task.row[prompt_key]), "response_text": run.response_text, "reward": run.reward}

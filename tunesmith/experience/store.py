@@ -126,9 +126,23 @@ def load_rollouts(path: Path) -> list[Group]:
 
 def load_table(path: Path) -> pa.Table:
     """The rows that were saved as `path`; StorageError if they are missing or damaged."""
+    with open_step(path) as (parquet, row_groups):
+        return parquet.read_row_groups(row_groups)
+
+
+@contextmanager
+def open_step(path: Path) -> Iterator[tuple[pq.ParquetFile, list[int]]]:
+    """The file that holds what was saved as `path`, looked up again if it is merged meanwhile, and its row groups."""
     stored_path, step = locate_step(path, ROLLOUT_STEPS.merged)
-    with reading(stored_path), open_rollouts(stored_path) as parquet:
-        return parquet.read_row_groups(find_row_groups(parquet, step))
+    try:
+        opened = open_rollouts(stored_path)
+    except StorageError:
+        again, step = locate_step(path, ROLLOUT_STEPS.merged)
+        if again == stored_path:
+            raise
+        stored_path, opened = again, open_rollouts(again)
+    with reading(stored_path), opened as parquet:
+        yield parquet, find_row_groups(parquet, step)
 
 
 @contextmanager
@@ -324,7 +338,7 @@ class RolloutFiles:
     ) -> Iterator[dict[str, Any]]:
         """Rows `first` and later of a step, at most `num_rows`; columns that the file lacks are None."""
         remaining, skipped = num_rows, first
-        with self._open(step) as (parquet, row_groups):
+        with open_step(self._locate(step)[0]) as (parquet, row_groups):
             stored = keep_stored(parquet, columns)
             for batch in parquet.iter_batches(BATCH_ROWS, row_groups=row_groups, columns=stored, use_threads=False):
                 if skipped >= len(batch):
@@ -340,39 +354,23 @@ class RolloutFiles:
 
     def read_table(self, step: int, columns: Sequence[str]) -> pa.Table:
         """Columns of all rows of a step; those that the file lacks are left out."""
-        with self._open(step) as (parquet, row_groups):
+        with open_step(self._locate(step)[0]) as (parquet, row_groups):
             return parquet.read_row_groups(row_groups, keep_stored(parquet, columns), use_threads=False)
 
     def stamp(self, step: int) -> tuple[int, int]:
         """Modification time and size of the file that holds a step; they change when it is written again."""
-        path, _ = self._locate(step)
+        _, path = self._locate(step)
         with storage_errors(path, "read"):
             stat = path.stat()
         return stat.st_mtime_ns, stat.st_size
 
-    @contextmanager
-    def _open(self, step: int) -> Iterator[tuple[pq.ParquetFile, list[int]]]:
-        """The file that holds a step, and the step's row groups in it."""
-        path, merged_step = self._locate(step)
-        try:
-            opened = open_rollouts(path)
-        except StorageError:
-            again, merged_step = self._locate(step)
-            if again == path:
-                raise
-            path, opened = again, open_rollouts(again)
-        with reading(path), opened as parquet:
-            row_groups = find_row_groups(parquet, merged_step)
-            if merged_step is not None and not row_groups:
-                raise StorageError(f"there are no rollouts of step {step} in {path}")
-            yield parquet, row_groups
-
-    def _locate(self, step: int) -> tuple[Path, int | None]:
-        """The file that holds a step, and the step, or None for the file of a single step."""
-        path, merged_step = locate_step(self._folder / f"step_{step:06d}.{ROLLOUT_STEPS.single}", ROLLOUT_STEPS.merged)
-        if not path.exists():
+    def _locate(self, step: int) -> tuple[Path, Path]:
+        """The path that a step was saved as, and that of the file which holds it now."""
+        path = self._folder / f"step_{step:06d}.{ROLLOUT_STEPS.single}"
+        stored_path, _ = locate_step(path, ROLLOUT_STEPS.merged)
+        if not stored_path.exists():
             raise StorageError(f"there are no rollouts of step {step} in {self._folder}")
-        return path, merged_step
+        return path, stored_path
 
 
 def open_rollouts(path: Path) -> pq.ParquetFile:

@@ -114,9 +114,12 @@ def check_order(names: Sequence[str], *, outcome_key: str | None) -> None:
 
 def choose_name(name: str, chain: Sequence[BoundOperator]) -> str:
     """The last part of a dotted path, with a suffix _2, _3, ... from its second use on."""
-    short = name.replace(":", ".").rpartition(".")[2]
-    num_earlier = sum(each.name == short or each.name.startswith(f"{short}_") for each in chain)
-    return short if not num_earlier else f"{short}_{num_earlier + 1}"
+    chosen = short = name.replace(":", ".").rpartition(".")[2]
+    taken, number = {each.name for each in chain}, 1
+    while chosen in taken:
+        number += 1
+        chosen = f"{short}_{number}"
+    return chosen
 
 
 def apply_operators(

@@ -85,14 +85,12 @@ def estimate_memory(model: PreTrainedModel, settings: MemorySettings, card: Card
     state = STATE_BYTES * num_trained // settings.num_ranks
     if trained and trained[0].dtype.itemsize > 2:  # a wide parameter is its own master
         state = 2 * trained[0].dtype.itemsize * num_trained // settings.num_ranks
-    weights = count_weight_bytes(model, settings.lora)
-    end_bytes = sum(each.nbytes for each in find_ends(model))
     is_streamed = settings.cluster.has_sharded_gradients
     if is_streamed is None:
         is_streamed = GRADIENT_BYTES * num_trained > STREAMED_FRACTION * card.num_bytes
     num_whole = num_ends + (num_trained - num_ends) // (settings.num_ranks if is_streamed or num_shared > 1 else 1)
     parts = {
-        "weights": end_bytes + (weights - end_bytes) // num_shared,
+        "weights": count_held_bytes(model, settings.lora, num_shared),
         **settings.extra_bytes,
         "gradients": GRADIENT_BYTES * num_whole,
         "AdamW": state,
@@ -106,7 +104,7 @@ def estimate_memory(model: PreTrainedModel, settings: MemorySettings, card: Card
         share = 0 if engine.vllm.devices is not None else int(engine.vllm.gpu_memory_share * card.num_bytes)
         return parts | {"vLLM": share}
     if card.type == "cpu" and engine.has_packed_weights:
-        parts["weights"] += weights  # the sampler's copy
+        parts["weights"] *= 2  # the sampler's copy
     available = int(MIN_CACHE_GIB * GIB)
     if card.type != "cpu":
         free = card.num_bytes - parts["weights"] - parts["libraries"]
@@ -139,6 +137,12 @@ def find_ends(model: PreTrainedModel) -> list[Tensor]:
     """Embeddings and head, which ranks never share; one matrix if they are tied."""
     ends = {id(each.weight): each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings())}
     return list(ends.values())
+
+
+def count_held_bytes(model: PreTrainedModel, lora: LoraSection | None, num_shared: int) -> int:
+    """Bytes of the weights on each of the ranks that share the layers."""
+    end_bytes = sum(each.nbytes for each in find_ends(model))
+    return end_bytes + (count_weight_bytes(model, lora) - end_bytes) // num_shared
 
 
 def count_weight_bytes(model: PreTrainedModel, lora: LoraSection | None) -> int:

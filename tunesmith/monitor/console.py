@@ -108,7 +108,8 @@ class ConsoleProgress:
             numbers = format_parts((REWARD, SAMPLED_SPEED), metrics)
             self._progress.update(self._bar, completed=step, numbers="  ".join([*numbers, eta]))
         if step % self._interval == 0 or step == self._total_steps:
-            parts = LINE_PARTS if "rollout/reward_mean" in metrics else OFFLINE_LINE_PARTS
+            has_rollouts = any(name.startswith("rollout/") for name in metrics)  # without a reward if all failed
+            parts = LINE_PARTS if has_rollouts else OFFLINE_LINE_PARTS
             width = len(str(self._total_steps))
             shown = [f"step {step:{width}d}/{self._total_steps}", *format_parts(parts, metrics), eta]
             gap = "  " if len("  ".join(shown)) <= LINE_WIDTH else " "

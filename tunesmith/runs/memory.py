@@ -17,6 +17,7 @@ from tunesmith.model.memory import (
     STATE_BYTES,
     Card,
     MemorySettings,
+    count_held_bytes,
     count_weight_bytes,
     estimate_memory,
     fit_rows,
@@ -49,11 +50,18 @@ def describe_memory(model: PreTrainedModel, settings: MemorySettings) -> list[st
     return [f"{'' if index else 'memory':8}{line}" for index, line in enumerate(lines)]
 
 
-def fit_offline(config: OfflineConfig, model: PreTrainedModel) -> MemorySettings:
+def fit_offline(config: OfflineConfig, model: PreTrainedModel, *, has_reference: bool) -> MemorySettings:
     """What the memory of a fine-tuning depends on, with rows that fit the model's device."""
     num_tokens = max(config.max_tokens_per_batch, config.model.max_model_len)
     settings = MemorySettings(
-        trainer=config.trainer, lora=config.model.lora, engine=None, max_model_len=1, num_tokens=num_tokens
+        trainer=config.trainer,
+        lora=config.model.lora,
+        engine=None,
+        max_model_len=1,
+        num_tokens=num_tokens,
+        extra_bytes={"reference": count_weight_bytes(model, None)}
+        if has_reference and config.model.lora is None
+        else {},
     )
     return fit_rows(model, settings, find_card(model.device))
 
@@ -62,12 +70,17 @@ def collect_run_settings(config: RunConfig, algorithm: Algorithm, model: PreTrai
     """What the memory of a training run of `model` depends on."""
     section, num_ranks = config.algorithm, config.cluster.num_workers or 1
     num_rollouts = section.batch_size * section.group_size // config.trainer.num_minibatches // num_ranks
+    num_shared = num_ranks if config.cluster.has_sharded_weights else 1
     extra: dict[str, int] = {}
     if "reference" in algorithm.needs and config.model.lora is None:
-        extra["reference"] = count_weight_bytes(model, None)
+        extra["reference"] = count_held_bytes(model, None, num_shared)
     if section.teacher is not None:
         teacher = build_planned_model(config.model.with_path(section.teacher.path), model.dtype)
-        extra["teacher"] = count_weight_bytes(teacher, None)
+        extra["teacher"] = count_held_bytes(teacher, None, num_shared)
+    for name, auxiliary in config.auxiliary_models.items():
+        if auxiliary.base_url is None:
+            local = build_planned_model(ModelSection(path=auxiliary.path), model.dtype)
+            extra[f"auxiliary {name}"] = count_weight_bytes(local, None)
     if "values" in algorithm.needs:
         critic = build_planned_model(config.model.with_path(section.critic.path or config.model.path), model.dtype)
         states = (STATE_BYTES + GRADIENT_BYTES) * critic.num_parameters()

@@ -154,7 +154,7 @@ def run_row(
             chunk.target_S,
             chunk.distribution,
             chunk_tokens=len(chunk.target_S),
-            with_entropy=algorithm.entropy_coef > 0,
+            with_entropy=algorithm.section.entropy_coef > 0,
             adjustment=chunk.adjustment,
         )
         can_compile = is_compiled and min(len(chunk.target_S), len(chunk.event_E)) > 1
@@ -193,7 +193,7 @@ def compute_chunk_loss(
     weights: dict[str, Tensor] = {}
     if scores.importance_caps_N is not None:
         weights_N, weights = _compute_importance_weights(
-            scores, scores.importance_caps_N, floor=algorithm.correction.floor
+            scores, scores.importance_caps_N, floor=algorithm.section.correction.floor
         )
         correction_N = correction_N * weights_N
     token_losses = algorithm.compute_losses(scores)
@@ -207,13 +207,13 @@ def compute_chunk_loss(
     if not algorithm.is_supervised:
         totals["train/pg_loss"] = ("sum", torch.dot(scores.weights_N, losses_N.detach()))
         totals |= _compute_mismatch(logprobs_N.detach(), scores)
-    if algorithm.entropy_coef > 0:
-        losses_N = losses_N - algorithm.entropy_coef * is_sampled * entropy_S[site_N]
+    if algorithm.section.entropy_coef > 0:
+        losses_N = losses_N - algorithm.section.entropy_coef * is_sampled * entropy_S[site_N]
     if scores.reference_logprobs_N is not None:
         kl_N = is_sampled * compute_kl(
             logprobs_N,
             scores.reference_logprobs_N,
-            estimator=algorithm.kl_estimator,
+            estimator=algorithm.section.kl_estimator,
             sampler_logprobs_N=scores.sampler_logprobs_N,
         )
         losses_N = losses_N + kl_coef * kl_N

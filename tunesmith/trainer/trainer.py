@@ -19,10 +19,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
 from tunesmith.algorithms.kl import adapt_kl_coef
 from tunesmith.algorithms.losses.policy import compute_sft_losses
-from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.errors import ConfigError, TrainingError
@@ -88,19 +87,20 @@ class Trainer:
         critic_model: ValueModel | None = None,
         dropout_seed: int = 0,
         has_separate_sampler: bool = False,
-        own_functions: OwnFunctions = OwnFunctions(),
+        resolved: Algorithm | None = None,
         grammars: GrammarCompiler | None = None,
         ranks: Ranks = Ranks(),
         has_sharded_gradients: bool | None = None,
     ) -> None:
         """With `has_separate_sampler`, one with other weights or another implementation, every token is off-policy:
-        importance weights apply as to replayed groups. `grammars` are the sampler's.
+        importance weights apply as to replayed groups. `grammars` are the sampler's. `resolved` is the algorithm of the
+        section, if it has functions of the user.
 
         On several ranks each trains its own samples, and all call the same methods in the same order; the update, its
         metrics and its errors are those of all samples.
         """
         self._ranks = ranks
-        self._algorithm = resolve_algorithm(algorithm, own=own_functions)
+        self._algorithm = resolved or resolve_algorithm(algorithm)
         self._settings, self._grammars = settings, grammars
         self._dropouts, self._dropout_seed = find_dropouts(model), dropout_seed
         check_dropouts(self._dropouts, self._algorithm)
@@ -217,7 +217,7 @@ class Trainer:
         if not rows:
             raise ValueError(f"none of the {len(samples)} samples has a trained token, so there is no loss to compute")
         algorithm = self._algorithm
-        if algorithm.is_supervised and not algorithm.needs_sequences:
+        if algorithm.is_supervised and not algorithm.entry.needs_sequences:
             algorithm = replace(algorithm, compute_losses=compute_sft_losses)
         prepared = prepare_update(self._setup, algorithm, samples, rows, step=self.num_steps)
         totals = run_loss_pass(self._setup, algorithm, samples, rows, prepared.inputs)
@@ -249,7 +249,7 @@ class Trainer:
         """Restore the state of `state_dict`; with the parameters of the same step, training continues bit for bit."""
         self._optimizer.load_state_dict(state["optimizer"])
         self.num_steps = state["num_steps"]
-        if self._algorithm.kl_adaptive is not None:
+        if self._algorithm.section.kl_adaptive is not None:
             self._algorithm = replace(self._algorithm, kl_coef=state["kl_coef"])
         if self._critic is not None:
             self._critic.load_state_dict(state["critic"])
@@ -309,7 +309,7 @@ class Trainer:
         return metrics
 
     def _adapt_kl_coef(self, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:
-        adaptive, kl = self._algorithm.kl_adaptive, metrics.get("train/kl")
+        adaptive, kl = self._algorithm.section.kl_adaptive, metrics.get("train/kl")
         if adaptive is not None and kl is not None:
             num_trajectories = len({sample.trajectory_index for sample in samples if not sample.is_expert})
             kl_coef = adapt_kl_coef(

@@ -103,12 +103,12 @@ def score_step(
     has_critic = setup.scoring_models.score_values is not None
     is_one_update = setup.settings.num_minibatches == 1 and not has_critic
     is_scored = is_weighted and not (is_one_update and algorithm.can_weigh_in_loss_pass)
-    rows = setup.pack(samples) if is_scored or has_critic or algorithm.correction.mask is not None else []
+    rows = setup.pack(samples) if is_scored or has_critic or algorithm.section.correction.mask is not None else []
     scores = StepScores(is_weighted=is_weighted)
     if not setup.ranks.is_any(bool(rows)):
         return scores
     with compiled_layers(*setup.compiled):
-        if is_scored or algorithm.correction.mask is not None:
+        if is_scored or algorithm.section.correction.mask is not None:
             logprobs_R, _ = score_tokens(setup.model, samples, rows, chunk_tokens=setup.chunk_tokens)
             proximal = scatter_to_samples(logprobs_R, samples, rows)
             scores = replace(scores, columns={"proximal_logprobs_E": proximal})
@@ -225,7 +225,7 @@ def prepare_update(
     factor, counts = share or (1.0, count_tokens(tokens))
     caps_E = None
     if scores.is_weighted and not is_weighted:
-        caps_E = np.where(tokens.find_sampled(), algorithm.correction.cap, 0.0)
+        caps_E = np.where(tokens.find_sampled(), algorithm.section.correction.cap, 0.0)
     has_expert_column = "experts" in algorithm.needs or not tokens.find_sampled().all()
     tokens = replace(
         tokens,
@@ -285,8 +285,8 @@ def read_tokens(
 
 def correct_tokens(tokens: TokenInputs, algorithm: Algorithm, *, is_weighted: bool) -> TokenInputs:
     """The tokens with importance weights and masks in their correction, and the metrics of both."""
-    correction_E, metrics = compute_correction_weights(tokens, algorithm.correction, is_weighted=is_weighted)
-    kept_E, entropy_metrics = find_top_entropy_tokens(tokens, fraction=algorithm.top_entropy_fraction)
+    correction_E, metrics = compute_correction_weights(tokens, algorithm.section.correction, is_weighted=is_weighted)
+    kept_E, entropy_metrics = find_top_entropy_tokens(tokens, fraction=algorithm.section.top_entropy_fraction)
     if tokens.correction_E is not None:
         correction_E = tokens.correction_E * correction_E
     return replace(tokens, correction_E=correction_E * kept_E, metrics={**tokens.metrics, **metrics, **entropy_metrics})

@@ -225,6 +225,16 @@ def test_weights_are_loaded_and_their_tokens_counted(select, pocket_folder):
             ConfigError,
             "m: api_key_env has no effect without base_url",
         ),
+        (
+            {
+                "candidate_models": [
+                    Model("a"),
+                    TunerModelConfig(model_path="m", max_model_len=9, tensor_parallel_size=2),
+                ]
+            },
+            ConfigError,
+            "m: tensor_parallel_size=2 is not supported",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused_before_any_run(dataset, given, error, message):

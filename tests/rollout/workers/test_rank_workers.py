@@ -150,7 +150,7 @@ def test_no_trained_token_is_too_old_and_no_task_is_lost(max_staleness, seed, is
             in_flight = min(max_staleness, num_steps - step) * BATCH_SIZE
             assert dispatcher.num_in_flight == in_flight, "samplers run no further ahead"
             trained += [group.task.index for group in taken]
-            drawn = Counter(ranks.feed.selector._find_index(n) for n in range(ranks.feed.selector.num_drawn))
+            drawn = Counter(ranks.feed.selector.find_index(n) for n in range(ranks.feed.selector.num_drawn))
             assert Counter(trained + dispatcher.state_dict()["in_flight"]["tasks"]) == drawn
             await ranks.drive(dispatcher.publish(step), rng)
             assert {engine.policy_version for engine in ranks.engines} == {step}

@@ -13,7 +13,6 @@ from torch._dynamo.utils import counters
 from recurrent_paths import PATHS, build_row
 from trainable_models import build_deep, build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.algorithms.scores import TokenLosses
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.model.forward.attention import CausalPlan, run_body
@@ -186,7 +185,7 @@ SECTIONS = {
 def test_one_graph_computes_the_eager_loss_for_all_chunk_sizes_and_kl_coefs(compile_function, kind):
     """`kl_adaptive` replaces the algorithm after every update."""
     section = SECTIONS[kind]
-    algorithm = resolve_algorithm(section, own=OwnFunctions(loss=compute_own_losses if kind == "own" else None))
+    algorithm = resolve_algorithm(section, functions={"algorithm.loss": compute_own_losses})
     names = (
         "weights_N", "correction_N", "advantages_N", "old_logprobs_N", "sampler_logprobs_N", "is_newest_N",
         "reference_logprobs_N",

@@ -160,7 +160,9 @@ def estimate_gradient(model, samples, algorithm) -> torch.Tensor:
             target = sample.token_ids[time]
         logprobs = (row / distribution.temperature).log_softmax(dim=0)
         entropy = -(logprobs.exp() * logprobs).sum()
-        loss = loss - (sample.advantages[time] * logprobs[target] + algorithm.entropy_coef * entropy) / len(tokens)
+        loss = loss - (sample.advantages[time] * logprobs[target] + algorithm.section.entropy_coef * entropy) / len(
+            tokens
+        )
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     return torch.cat([gradient.flatten() for gradient in gradients])
 

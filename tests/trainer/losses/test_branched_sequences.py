@@ -134,7 +134,7 @@ def test_what_is_per_sequence_is_over_all_turns_of_a_rollout(case, packing):
     logprobs = score_tokens(build_trainable(seed=1), samples, rows, chunk_tokens=100)[0]
     proximal = StepScores(
         columns={"proximal_logprobs_E": scatter_to_samples(logprobs, samples, rows)},
-        is_weighted=algorithm.correction.importance == "sequence",
+        is_weighted=algorithm.section.correction.importance == "sequence",
     )
     inputs = prepare_update(
         PassSetup(model=model, norm_length=40, chunk_tokens=100), algorithm, samples, rows, scores=proximal

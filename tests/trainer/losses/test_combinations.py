@@ -27,7 +27,6 @@ from test_trainer import read_parameters
 
 from trainable_models import build_frozen, build_shallow
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.algorithms.scores import TokenLosses, TokenScores
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import AlgorithmSection, CriticSection, TrainerSection
@@ -245,13 +244,14 @@ def test_an_own_loss_reads_which_tokens_are_experts_in_minibatches_without_any(n
         )
 
     samples, _ = build_off_policy(build_shallow(), LABELS, GROUPS, experts=(5,))
+    section = AlgorithmSection(algorithm_type=name, loss="own.py:loss")
     trainer = Trainer(
         build_shallow(),
         TrainerSection(**LOOSE, num_minibatches=3),
-        AlgorithmSection(algorithm_type=name, loss="own.py:loss"),
+        section,
         max_model_len=64,
         num_total_steps=9,
-        own_functions=OwnFunctions(loss=compute_losses),
+        resolved=resolve_algorithm(section, functions={"algorithm.loss": compute_losses}),
     )
     metrics = trainer.step(samples)
     assert metrics["train/num_updates"] == 3

@@ -20,14 +20,11 @@ from tunesmith.commands.doctor.record import (
     split_ends,
 )
 from tunesmith.commands.doctor.rewards import is_solved
-from tunesmith.monitor.metrics_file import Series
 
 MIN_RELATIVE_UPDATE = 1e-6
 """RMS of an update relative to that of the weights. A learning rate of 1e-6 gives 1e-5 to 1e-4; below 1e-6 a thousand
 steps change the weights by less than a thousandth, a quarter of a step of bfloat16."""
 TARGET_RELATIVE_UPDATE = 1e-4
-MIN_CHANGED_SHARE = 0.01
-"""Share of sampled weights that change in float32, for runs that do not record `train/relative_update`."""
 DEAD_RATE_SHARE, MIN_DEAD_STEPS, MIN_DEAD_RUN_SHARE = 1e-3, 10, 0.1
 """Steps below a thousandth of the peak learning rate are dead; a cosine schedule has only 2 % of such steps."""
 
@@ -35,21 +32,29 @@ DEAD_RATE_SHARE, MIN_DEAD_STEPS, MIN_DEAD_RUN_SHARE = 1e-3, 10, 0.1
 def find_dead_learning_rate(run: AnyRun) -> Outcome:
     """Updates too small to change the model, or a schedule that has ended."""
     rates = run.need("train/learning_rate")
-    updates, changed = run.get("train/relative_update"), run.get("train/changed_ratio")
+    updates = run.get("train/relative_update")
     peak = run.config.trainer.peak_learning_rate
     if updates is not None and updates.values.max() < MIN_RELATIVE_UPDATE:
         observed = f"an update changes the weights by {updates.mean:.1g} of their size"
         size = max(updates.mean, np.finfo(np.float64).tiny)
         suggested = min(float(peak * TARGET_RELATIVE_UPDATE / size), 1e-5 if run.config.model.lora is None else 1e-4)
-        return explain_dead_rate(run, updates, observed, suggested)
-    if updates is None and changed is not None and changed.values.max() < MIN_CHANGED_SHARE:
-        observed = f"an update changes {changed.mean:.1%} of the weights"
-        return explain_dead_rate(run, changed, observed, 1e-6 if run.config.model.lora is None else 1e-5)
+        settings: dict[str, object] = {"trainer.learning_rate": suggested}
+        return CheckFinding(
+            severity="error",
+            problem=f"the updates are too small to change the model: {observed}",
+            evidence=(
+                observe(updates, observed),
+                observe(rates, f"at most {rates.values.max():.2g}", rates.values.max()),
+            ),
+            change=f"set {format_settings(settings)}"
+            + (", the usual size for an adapter" if run.config.model.lora else ""),
+            settings=settings,
+        )
     is_dead = rates.values < DEAD_RATE_SHARE * peak
     number = find_longest_streak(is_dead)
     if number >= max(MIN_DEAD_STEPS, MIN_DEAD_RUN_SHARE * len(rates)):
         dead = rates.select(is_dead)
-        settings: dict[str, object] = {"trainer.schedule": "cosine", "trainer.min_lr_ratio": 0.1}
+        settings = {"trainer.schedule": "cosine", "trainer.min_lr_ratio": 0.1}
         return CheckFinding(
             problem=f"the learning rate was below a thousandth of its peak {peak:g} in {number} steps in a row",
             evidence=(observe(dead, f"{dead.mean:.1g} on average"),),
@@ -59,18 +64,6 @@ def find_dead_learning_rate(run: AnyRun) -> Outcome:
     observed = f"{rates.values[-1]:.2g} at the last step"
     observed += "" if updates is None else f", an update changes the weights by {updates.mean:.1g} of their size"
     return observed
-
-
-def explain_dead_rate(run: AnyRun, series: Series, observed: str, suggested: float) -> CheckFinding:
-    rates, settings = run.need("train/learning_rate"), {"trainer.learning_rate": suggested}
-    return CheckFinding(
-        severity="error",
-        problem=f"the updates are too small to change the model: {observed}",
-        evidence=(observe(series, observed), observe(rates, f"at most {rates.values.max():.2g}", rates.values.max())),
-        change=f"set {format_settings(settings)}"
-        + (", the usual size for an adapter" if run.config.model.lora else ""),
-        settings=settings,
-    )
 
 
 MIN_LOSS_FALL = 0.05

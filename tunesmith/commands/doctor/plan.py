@@ -80,6 +80,7 @@ class MemoryPlan:
         table["fits"] = ["yes" if name in fitting else "no" for name in self.runs]
         table["row tokens"] = [f"{run.row_tokens:,}" for run in runs]
         table["cached tokens"] = [f"{run.num_cached_tokens:,}" for run in runs]
+        width = max(14, *(len(name) + 1 for name in table))
         advice = "does not fit: several GPUs (docs/scaling.md), or a smaller model"
         if fitting:
             changes = " ".join(f"--set {each}" for each in self.runs[fitting[0]].changes)
@@ -88,7 +89,7 @@ class MemoryPlan:
             [
                 f"{self.model}, {format_count(self.num_parameters)} parameters, on {self.card.num_bytes / GIB:.4g} GiB",
                 "",
-                *(f"{name:14}" + "".join(f"{cell:>13}" for cell in cells)
+                *(f"{name:{width}}" + "".join(f"{cell:>13}" for cell in cells)
                   for name, cells in {"GiB": list(self.runs), **table}.items()),
                 "",
                 advice,
@@ -124,7 +125,7 @@ def plan_run(config: RunConfig, changes: Sequence[str], card: Card) -> PlannedRu
     config = change_section(config, changes)
     dtype = resolve_dtype(config.model.dtype, torch.device(card.type))
     model = build_trained_model(config.model.model_dump_json(), dtype)
-    algorithm, _ = load_algorithm(config.algorithm, CustomComponents().load)
+    algorithm = load_algorithm(config.algorithm, CustomComponents().load)
     settings = fit_rows(model, collect_run_settings(config, algorithm, model), card)
     parts = estimate_memory(model, settings, card)
     token_bytes = count_token_bytes(model.config) * dtype.itemsize

@@ -151,7 +151,7 @@ def run_offline(config: SftConfig | PreferenceConfig, *, out_dir: Path) -> Offli
             model = load_section_model(config.model)
             check_vocabulary(model, plan.tokenizer)
             verify_model(model)  # as an engine does
-            fitted = fit_offline(config, model)
+            fitted = fit_offline(config, model, has_reference=has_reference)
             for line in describe_run(model, config.model, root, fitted):
                 monitor.show_line(line)
             trainer = Trainer(

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 
 from tunesmith.algorithms.algorithm import Algorithm, load_algorithm
-from tunesmith.algorithms.own_functions import OwnFunctions
-from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.commands.sft.plan import load_conversation_rows
 from tunesmith.commands.tune.callbacks import Callbacks, load_callbacks
@@ -55,8 +53,6 @@ class RunPlan:
     """Everything a run needs that does not depend on weights."""
 
     algorithm: Algorithm
-    functions: OwnFunctions
-    """Own advantage and loss function of the algorithm."""
     callbacks: Callbacks
     feed: TaskFeed
     task_counts: dict[str, float]
@@ -73,7 +69,7 @@ class RunPlan:
 
 def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents()) -> RunPlan:
     """Run every check that needs no weights, and read the data."""
-    algorithm, functions = load_algorithm(config.algorithm, custom.load)
+    algorithm = load_algorithm(config.algorithm, custom.load)
     if algorithm.is_supervised:
         raise ConfigError(
             f"algorithm.algorithm_type={algorithm.name!r} does not train on rewards: choose another, or use "
@@ -118,7 +114,6 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
         experts, sources["algorithm.expert"] = load_expert_feed(config.algorithm, config.model, config.seed)
     return RunPlan(
         algorithm=algorithm,
-        functions=functions,
         callbacks=load_callbacks(config.callbacks, custom),
         feed=feed,
         task_counts=counted,
@@ -161,7 +156,7 @@ def check_rollouts(rollout: RolloutSection, replay: ReplaySection, algorithm: Al
     branching = rollout.branching
     older = {"rollout.max_staleness": rollout.max_staleness, "experience.replay.num_groups": replay.num_groups}
     for key, value in older.items():
-        if value and ALGORITHMS[algorithm.name].needs_current_weights:
+        if value and algorithm.entry.needs_current_weights:
             raise ConfigError(
                 f"{key}={value} does not work with algorithm.algorithm_type={algorithm.name!r}: it is defined for "
                 "tokens of the current weights only; choose another, such as multi_step_grpo"

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 
 from tunesmith.algorithms.algorithm import Algorithm
-from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.cluster.links import NO_LINKS, Link, Links, connect_links
 from tunesmith.cluster.process_group import RankRoles
 from tunesmith.cluster.work_thread import NoThread, WorkThread
@@ -163,7 +162,7 @@ class Rank:
             take_weights=take_weights if self.roles.is_sampler else None,
         )
 
-    def build_trainer(self, algorithm: Algorithm, functions: OwnFunctions, *, total_steps: int) -> Trainer:
+    def build_trainer(self, algorithm: Algorithm, *, total_steps: int) -> Trainer:
         """The trainer of the policy's own weights, with the extra models of the algorithm."""
         config, policy = self.config, self.policy
         extra = load_extra_models(algorithm, config.algorithm, config.model, policy=policy.model)
@@ -177,7 +176,7 @@ class Rank:
             teacher_model=extra.teacher,
             critic_model=extra.critic,
             has_separate_sampler=config.engine.has_separate_sampler,
-            own_functions=functions,
+            resolved=algorithm,
             grammars=policy.engine.grammars,
             ranks=self.roles.trainers,
             has_sharded_gradients=config.cluster.has_sharded_gradients,

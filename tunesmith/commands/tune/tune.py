@@ -230,14 +230,14 @@ def run_follower(
 ) -> TuneResult:
     """Do this rank's part of every step, rollouts or training or both; returns the result of the first rank."""
     place = find_rank_info()
-    algorithm, functions = load_algorithm(config.algorithm, custom.load)
+    algorithm = load_algorithm(config.algorithm, custom.load)
     start: RunStart = roles.world.broadcast_object()
     policy, actors = load()
     config, _ = fit_run(config, algorithm, policy.model)
     rank, server_links = join_ranks(config, roles, policy, actors, server)
     trainer, worker, rank_trainer = None, None, None
     if not roles.is_sampler:
-        trainer = rank.build_trainer(algorithm, functions, total_steps=start.total_steps)
+        trainer = rank.build_trainer(algorithm, total_steps=start.total_steps)
     if roles.is_sampler or not (roles.samplers or config.cluster.has_sharded_weights):
         worker = rank.build_served_worker(sends_tokens=start.reads_tokens)
     if trainer is not None:
@@ -259,7 +259,7 @@ def run_follower(
 def build_parts(rank: Rank, plan: RunPlan) -> StepParts:
     """What every step of the run works with: the dispatcher, the trainer of the policy's own weights, the data."""
     algorithm, experience = rank.config.algorithm, rank.config.experience
-    trainer = rank.build_trainer(plan.algorithm, plan.functions, total_steps=plan.total_steps)
+    trainer = rank.build_trainer(plan.algorithm, total_steps=plan.total_steps)
     return StepParts(
         tasks=plan.feed,
         dispatcher=rank.build_dispatcher(
