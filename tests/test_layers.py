@@ -17,6 +17,7 @@ LAYERS = [
         "types",
         "config",
         "errors",
+        "garbage",
         "storage",
         "arguments",
         "version",

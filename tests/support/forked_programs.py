@@ -177,7 +177,7 @@ class ForkServer:
         import tunesmith.cluster.launch
         import tunesmith.monitor.tensorboard
         import tunesmith.tasks.load_library
-        from tunesmith.engine.event_loop.clock import frozen_objects
+        from tunesmith.garbage import frozen_objects
 
         get_checkpoint_conversion_mapping("")  # compiles a thousand patterns, which loading any model would
         for name in tunesmith.__all__:

@@ -10,7 +10,9 @@ from test_gradients import build_samples
 from test_trainer import build_trainer, score
 
 from trainable_models import build_trainable
+from tunesmith import garbage
 from tunesmith.errors import TrainingError
+from tunesmith.garbage import frozen_objects
 from tunesmith.trainer.sharding.sharded_adamw import COMMUNICATION, WAITING, CollectiveTimes
 from tunesmith.trainer.trainer import FREEZE_CALL, FULL_INTERVAL, HostWork
 
@@ -51,8 +53,9 @@ def test_an_error_of_the_work_beside_the_device_is_that_of_the_step():
 
 
 @pytest.fixture
-def collections():
+def collections(monkeypatch):
     """Generations that were collected; no objects are frozen."""
+    monkeypatch.setattr(garbage, "_frozen_by", set())
     seen: list[int] = []
     num_frozen = gc.get_freeze_count()
     gc.unfreeze()
@@ -73,13 +76,13 @@ def collections():
 
 
 def test_all_generations_are_collected_at_times_and_objects_of_the_start_are_exempt(collections):
-    gc.freeze()  # as `run_lockstep` does
-    num_frozen, work = gc.get_freeze_count(), HostWork(torch.device("cpu"))
-    kept = [[] for _ in range(1000)]
-    for call in range(1, FULL_INTERVAL + 1):
-        work.collect_garbage()
-        if call <= FREEZE_CALL:  # later, frozen objects may have been freed
-            assert (gc.get_freeze_count() > num_frozen) == (call == FREEZE_CALL)
+    with frozen_objects():
+        num_frozen, work = gc.get_freeze_count(), HostWork(torch.device("cpu"))
+        kept = [[] for _ in range(1000)]
+        for call in range(1, FULL_INTERVAL + 1):
+            work.collect_garbage()
+            if call <= FREEZE_CALL:  # later, frozen objects may have been freed
+                assert (gc.get_freeze_count() > num_frozen) == (call == FREEZE_CALL)
     full = [call for call, generation in enumerate(collections, start=1) if generation == 2]
     assert full == [FREEZE_CALL, FULL_INTERVAL] and len(collections) == FULL_INTERVAL
     assert len(kept) == 1000
@@ -87,10 +90,10 @@ def test_all_generations_are_collected_at_times_and_objects_of_the_start_are_exe
 
 def test_the_collector_is_left_alone_where_it_would_read_the_objects_of_libraries(collections):
     HostWork(torch.device("cpu")).collect_garbage()
-    gc.freeze()
     work = HostWork(torch.device("cpu"))
-    work.begin([])
-    work.finish()
+    with frozen_objects():
+        work.begin([])
+        work.finish()
     assert collections == [], "on a CPU nothing hides it"
 
 

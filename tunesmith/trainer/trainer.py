@@ -26,6 +26,7 @@ from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.errors import ConfigError, TrainingError
 from tunesmith.experience.samples import Trie
+from tunesmith.garbage import are_objects_frozen, freeze_more
 from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.adapters.adapter import active_dropout, find_dropouts
 from tunesmith.model.device_errors import explain_device_error, is_device_error
@@ -352,11 +353,11 @@ class HostWork:
     def collect_garbage(self) -> None:
         """Collect young objects, at times all; objects alive at the third update are exempt from then on.
 
-        Nothing is collected unless `run_lockstep` has exempted the objects of libraries, which take a second.
+        Nothing is collected unless the objects of libraries are exempt, which take a second.
         """
-        if self._num_calls == 0 and not gc.get_freeze_count():  # counting a million objects takes 0.1 s
+        if not are_objects_frozen():
             return
         self._num_calls += 1
         gc.collect(2 if self._num_calls == FREEZE_CALL or self._num_calls % FULL_INTERVAL == 0 else 1)
         if self._num_calls == FREEZE_CALL:
-            gc.freeze()
+            freeze_more()

@@ -13,15 +13,15 @@ import gc
 import selectors
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from tunesmith.config import RolloutSection
 from tunesmith.engine.event_loop.shutdown import close_loop
 from tunesmith.engine.event_loop.signal_handlers import MainTask, SignalHandlers, run_main
 from tunesmith.engine.event_loop.thread_calls import ThreadCallTracker, ThreadPool
+from tunesmith.garbage import frozen_objects
 
 SHORT_SLEEP_S = 0.01
 """The loop waits for timers due within this time: agents sleep for a millisecond to let others run."""
@@ -32,9 +32,6 @@ MIN_NEW_OBJECTS = 500_000
 turns: with 100,000 it takes a tenth of the time of model calls. On a GPU the trainer collects in each update anyway."""
 NUM_ITERATIONS_BETWEEN_STEPS = 3
 """On other event loops: a result is delivered, its coroutine resumes, and its next request arrives."""
-
-_frozen_by: set[str] = set()
-"""Who has exempted objects from garbage collection: "program", "run"."""
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -178,26 +175,6 @@ def run_lockstep(coroutine: Coroutine[Any, Any, T], settings: RolloutSection = R
     finally:
         asyncio.set_event_loop(None)
         gc.set_threshold(*thresholds)
-
-
-@contextmanager
-def frozen_objects() -> Iterator[None]:
-    """Exempt existing objects from garbage collection, unless the program or another run has done so.
-
-    Counting a million frozen objects takes 0.1 s, so a program that has frozen its objects is asked once.
-    """
-    if not _frozen_by and gc.get_freeze_count() > 0:
-        _frozen_by.add("program")
-    if _frozen_by:
-        yield
-        return
-    gc.freeze()
-    _frozen_by.add("run")
-    try:
-        yield
-    finally:
-        _frozen_by.remove("run")
-        gc.unfreeze()
 
 
 class TaskClock:
