@@ -81,8 +81,8 @@ CASES = {
     ),
     "weights that do not change": (
         find_dead_learning_rate,
-        {"train/learning_rate": 1e-6, "train/changed_ratio": 0.0},
-        {"train/learning_rate": 1e-6, "train/changed_ratio": 0.99},
+        {"train/learning_rate": 1e-6, "train/relative_update": 0.0},
+        {"train/learning_rate": 1e-6, "train/relative_update": 1e-7},
     ),
 }  # fmt: skip
 

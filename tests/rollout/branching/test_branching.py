@@ -98,11 +98,19 @@ async def test_no_branch_leaves_its_parent_while_an_earlier_call_is_tokenized_in
     assert [run.failure for run in group.trajectories] == [None] * 6
 
 
+class RefusedAgent(ToolAgent):
+    """Sends a text that is too long before its conversation."""
+
+    async def __call__(self, task, model):
+        await asyncio.gather(model([{"role": "user", "content": "x y " * 20_000}]), return_exceptions=True)
+        return await super().__call__(task, model)
+
+
 async def test_branches_leave_their_parent_after_a_call_that_was_refused():
     service = build_service()
     service.recorder.engine.max_model_len = 2000
     branching = build_branching(base_probability=1.0, entropy_weight=0.0, initial_rollouts=1)
-    (group,) = await run_branched(SideAgent(), branching, service=service, group_size=6)
+    (group,) = await run_branched(RefusedAgent(), branching, service=service, group_size=6)
     assert [run.failure for run in group.trajectories] == [None] * 6
     assert sum(run.parent is not None for run in group.trajectories) > 2
 
