@@ -81,8 +81,8 @@ CASES = {
     ),
     "weights that do not change": (
         find_dead_learning_rate,
-        {"train/learning_rate": 1e-6, "train/relative_update": 0.0},
-        {"train/learning_rate": 1e-6, "train/relative_update": 1e-7},
+        {"train/learning_rate": 1e-6, "train/relative_update": 9e-7},
+        {"train/learning_rate": 1e-6, "train/relative_update": 2e-6},
     ),
 }  # fmt: skip
 
