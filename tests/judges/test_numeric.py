@@ -25,6 +25,7 @@ GSM8K_ANSWER = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 
         ("It costs $5.", "5"),
         ("It costs \\$5", "$5"),
         ("The answer is 12.0", "12"),
+        ("#### 5.551115123125783e-17", "0"),
         ("The answer is -3 degrees", "-3"),
         ("The answer is \N{MINUS SIGN}3", "-3"),
         ("The answer is 48/2 = 24 clips in 2 weeks.", "24"),

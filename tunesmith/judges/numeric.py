@@ -140,7 +140,8 @@ CHOICE = re.compile(r"^\s*\(([a-z])\)\s*$")
 ARTICLE_OF_WORD = re.compile(r"\b(?:the|an|a(?=\s+[a-z]{2}))\b")
 TOLERANCE, SMALL_TOLERANCE = Fraction(1, 10**9), Fraction(1, 10**6)
 """How far an answer may be from a reference if they are not both whole: the first, times the reference if that is above
-1, since decimals are rounded; but no more than the second times the reference, which may itself be tiny."""
+1, since decimals are rounded; but no more than the second times the reference, which may itself be tiny. For 0 it is
+the rounding of floating point, 1e-12."""
 
 
 async def judge_number(task: Mapping[str, Any], response: Any) -> JudgeOutput:
@@ -268,7 +269,8 @@ def normalize_formula(text: str) -> str:
 def is_equal(left: Fraction, right: Fraction) -> bool:
     if left.denominator == right.denominator == 1:
         return left == right
-    return abs(left - right) <= min(TOLERANCE * max(Fraction(1), abs(right)), SMALL_TOLERANCE * abs(right))
+    size = abs(right) or SMALL_TOLERANCE
+    return abs(left - right) <= min(TOLERANCE * max(Fraction(1), size), SMALL_TOLERANCE * size)
 
 
 def _find_formula(text: str, start: int) -> str | None:
