@@ -3,8 +3,9 @@ flywheel's operators made.
 
 Accuracy is math_equal (mathematics) or em (the world) over all rollouts. Means are over questions, intervals 95 %
 percentile bootstrap intervals, differences paired by question. Those of all seeds are over the questions of all of
-them. Right trajectories of an operator are compared with their parents by the number of tool calls. With `--votes`,
-where a model judges the flywheel, its verdicts are compared with math_equal.
+them, and a question that several seeds have counts once, with its mean. Right trajectories of an operator are compared
+with their parents by the number of tool calls. With `--votes`, where a model judges the flywheel, its verdicts are
+compared with math_equal.
 
     python -m benchmarks.et_agent.model_roles results/et_agent/mathematics/seed? --out FILE
     python -m benchmarks.et_agent.model_roles results/et_agent/mathematics/votes? --votes
@@ -56,9 +57,7 @@ def read_accuracies(folder: Path, measure: str) -> Accuracies:
                 accuracies[test_set].setdefault(
                     name,
                     {
-                        f"{folder.name}/{task['task_id']}": fmean(
-                            each["metrics"].get(measure, 0.0) for each in task["attempts"]
-                        )
+                        task["row"]["question"]: fmean(each["metrics"].get(measure, 0.0) for each in task["attempts"])
                         for task in model["tasks"]
                     },
                 )
@@ -73,12 +72,20 @@ def merge(seeds: Sequence[Accuracies]) -> Accuracies:
     """The questions of all seeds, of the models that all seeds have."""
     return {
         test_set: {
-            name: {task: value for each in seeds for task, value in each[test_set][name].items()}
+            name: average_by_question([each[test_set][name] for each in seeds])
             for name in models
             if all(name in each.get(test_set, {}) for each in seeds)
         }
         for test_set, models in seeds[0].items()
     }
+
+
+def average_by_question(seeds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    values: dict[str, list[float]] = defaultdict(list)
+    for each in seeds:
+        for question, value in each.items():
+            values[question].append(value)
+    return {question: fmean(each) for question, each in values.items()}
 
 
 def compare(accuracies: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, Any]]:
@@ -183,8 +190,8 @@ def main() -> None:
             print(f"{folder.name:9} judge: {said:20} right {right:5}   wrong {wrong:5}")
     last = next(each["test"]["accuracy"] for each in reversed(details.values()) if "test" in each)
     publish(
-        name=f"et_agent_{arguments.folders[0].parent.name}", unit="accuracy after RL", ours=last["rl"]["mean"],
-        peers={}, device="cpu", details=details, out=arguments.out,
+        name=f"et_agent_{arguments.folders[0].parent.name}", unit="accuracy of the last model on the set `test`",
+        ours=list(last.values())[-1]["mean"], peers={}, device="cpu", details=details, out=arguments.out,
     )  # fmt: skip
 
 

@@ -60,4 +60,6 @@ def test_a_run_leaves_no_memory(tmp_path, pocket_folder):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     left = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("left ")]
-    assert len(left) == 3 and max(left) < KV_CACHE_GIB * 2**30 / 4, left
+    # workspaces of libraries, as large as the first run leaves them, stay until the process ends
+    assert len(left) == 3 and left[2] - left[0] < KV_CACHE_GIB * 2**30 / 8, left
+    assert max(left) < KV_CACHE_GIB * 2**30, left

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PhimoeConfig
 
 from conversation_examples import CALL, ROW
 from fakes import full_disk
+from tunesmith.commands.sft import train
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.commands.sft.plan import build_batches
 from tunesmith.commands.sft.train import run_offline
@@ -33,7 +34,7 @@ from tunesmith.model.adapters.adapter import find_dropouts
 from tunesmith.model.load import check_model, load_section_model
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.runs.load_config import build_section, dump_config, load_section
-from tunesmith.storage import find_checkpoints
+from tunesmith.storage import check_complete, find_checkpoints
 from tunesmith.trainer.trainer import Trainer
 
 QUIET = {"trackers": (), "has_progress": False}
@@ -463,6 +464,15 @@ def test_sft_losses_may_be_weighted_by_the_models_probabilities(folder, data, tm
     assert 0 < first[1] < first[0]
     one, other = (load_file(result.folder / "model.safetensors") for result in (plain, weighed))
     assert any((one[name] != other[name]).any() for name in one)
+
+
+def test_the_end_of_a_training_writes_the_model_and_no_checkpoint(folder, data, tmp_path, monkeypatch):
+    """Unless one is to be kept: a checkpoint has the optimizer's state, several times the size of the model."""
+    monkeypatch.setattr(train, "save_checkpoint", lambda *arguments, **options: pytest.fail("wrote a checkpoint"))
+    config = build_config(folder, data, save_interval_steps=1000, save_interval_s=None)
+    result = run_offline(config, out_dir=tmp_path / "out")
+    assert result.best_step == result.num_steps
+    check_complete(result.folder)
 
 
 @pytest.mark.parametrize(("num_kept", "num_found"), [(None, 0), (1, 1), (2, 2), (100, 6)])

@@ -36,6 +36,7 @@ from tunesmith.model.checkpoint import (
     load_checkpoint,
     remove_old_checkpoints,
     save_checkpoint,
+    save_model_files,
 )
 from tunesmith.model.forward.logits import verify_model
 from tunesmith.model.load import check_vocabulary, load_section_model
@@ -164,7 +165,7 @@ def run_offline(config: SftConfig | PreferenceConfig, *, out_dir: Path) -> Offli
                 dropout_seed=config.seed,
             )
             progress = restore(checkpoint, model, trainer)
-            OfflineTraining(
+            training = OfflineTraining(
                 config=config,
                 plan=plan,
                 model=model,
@@ -172,11 +173,10 @@ def run_offline(config: SftConfig | PreferenceConfig, *, out_dir: Path) -> Offli
                 progress=progress,
                 paths=workspace.paths,
                 monitor=monitor,
-            ).run()
-            assert progress.best_step is not None
+            )
+            training.run()
             summary = summarize_training(plan, progress)
-            num_kept = config.keep_checkpoints or 0
-            finish(workspace.paths, best_step=progress.best_step, num_kept=num_kept, summary=summary)
+            training.finish(summary)
     return OfflineResult(folder=root / MODEL, **summary)
 
 
@@ -193,13 +193,15 @@ class OfflineTraining:
     monitor: Monitor
 
     def run(self) -> None:
-        """Run all remaining steps; the last step is always saved. A signal ends the training after a step."""
+        """Run all remaining steps. A signal ends the training after a step, which is saved."""
         self.remove_replaced()  # by a run that was killed before it did
         check_free_space(self.paths.root, estimate_checkpoint_bytes(self.model, self.trainer.state_dict()))
         with StopAfterStep() as stop:
             self.run_steps(stop)
         if stop.signal_number is not None:
             step, num_steps = self.progress.step, len(self.plan.batches)
+            if not self.paths.checkpoint(step).exists():  # the signal came after the last step
+                self.commit()
             self.monitor.show_line(f"interrupted; step {step} of {num_steps} is saved: repeat the command to resume")
             raise_signal(stop.signal_number)
 
@@ -209,9 +211,10 @@ class OfflineTraining:
         if plan.num_dropped_rows:
             monitor.show_line(f"{plan.num_dropped_rows} rows are longer than model.max_model_len and were dropped")
         batches, epochs = plan.batches, plan.progress
-        has_ended, saved_at, max_age_s = progress.stop_reason is not None, time.monotonic(), self.config.save_interval_s
+        has_ended = progress.step == len(batches) or progress.stop_reason is not None
+        saved_at, max_age_s = time.monotonic(), self.config.save_interval_s
         is_interrupted = stop.signal_number is not None
-        while progress.step < len(batches) and not has_ended and not is_interrupted:
+        while not has_ended and not is_interrupted:
             step = progress.step + 1
             started = time.perf_counter()
             metrics = self.trainer.step(batches[step - 1])
@@ -223,13 +226,13 @@ class OfflineTraining:
             progress.losses.append(metrics["train/loss"])
             is_last = step == len(batches)
             is_best = self.evaluate(stopping, is_last=is_last)
-            has_ended = progress.stop_reason is not None
-            if has_ended:
+            if progress.stop_reason is not None:
                 monitor.show_line(f"ended early, after step {step} of {len(batches)}: {progress.stop_reason}")
+            has_ended = is_last or progress.stop_reason is not None
             is_interrupted = stop.signal_number is not None
             is_old = max_age_s is not None and time.monotonic() - saved_at >= max_age_s
-            is_due = is_old or step % self.config.save_interval_steps == 0
-            if is_last or is_best or has_ended or is_interrupted or is_due:
+            is_due = is_old or is_best or step % self.config.save_interval_steps == 0
+            if is_interrupted or (self.config.keep_checkpoints is not None if has_ended else is_due):
                 self.commit()
                 saved_at = time.monotonic()
 
@@ -281,6 +284,23 @@ class OfflineTraining:
     def remove_replaced(self) -> None:
         best_step = self.progress.best_step if self.plan.eval_samples else None
         remove_old_checkpoints(self.paths.root, num_kept=self.config.keep_checkpoints or 1, best_step=best_step)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write the best weights to `model/`, which are those of the model or of a checkpoint, then remove checkpoints
+        beyond `keep_checkpoints`."""
+        best_step = self.progress.best_step
+        assert best_step is not None
+        with new_folder(self.paths.root / MODEL, {"step": best_step, "figures": dict(summary)}) as temporary:
+            if best_step == self.progress.step:
+                check_free_space(temporary, estimate_checkpoint_bytes(self.model, {}))
+                save_model_files(temporary, self.model, self.plan.tokenizer)
+            else:
+                best = self.paths.checkpoint(best_step)
+                check_complete(best)
+                shutil.copytree(
+                    best, temporary, ignore=shutil.ignore_patterns(TRAINER_FOLDER, DONE), dirs_exist_ok=True
+                )
+        remove_old_checkpoints(self.paths.root, num_kept=self.config.keep_checkpoints or 0)
 
 
 def restore(checkpoint: Path | None, model: PreTrainedModel, trainer: Trainer) -> OfflineProgress:
@@ -372,15 +392,6 @@ def find_whole_checkpoint(root: Path) -> Path | None:
         way = f"to resume from {older[-1].name}" if older else "to restart"
         raise StorageError(f"{error}; restore it, or move {last.name} out of {root} {way}") from error
     return last
-
-
-def finish(paths: RunPaths, *, best_step: int, num_kept: int, summary: Mapping[str, Any]) -> None:
-    """Copy the best checkpoint's model to `model/`, then remove checkpoints beyond `num_kept`."""
-    best = paths.checkpoint(best_step)
-    check_complete(best)
-    with new_folder(paths.root / MODEL, {"step": best_step, "figures": dict(summary)}) as temporary:
-        shutil.copytree(best, temporary, ignore=shutil.ignore_patterns(TRAINER_FOLDER, DONE), dirs_exist_ok=True)
-    remove_old_checkpoints(paths.root, num_kept=num_kept)
 
 
 def build_preference_plan(config: PreferenceConfig) -> OfflinePlan:
