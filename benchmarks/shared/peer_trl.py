@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 ONE_PROCESS = {
@@ -44,6 +45,9 @@ PLAIN: dict[str, Any] = {
 """Settings of `GRPOConfig` that are the same in every measurement."""
 
 
+REPLY = "the reply of a turn"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerResult:
     seconds_per_step: list[float]
@@ -65,15 +69,20 @@ def run_trl_grpo(
     micro_batch: int,
     vllm_memory: float | None = None,
     lora_rank: int | None = None,
+    max_model_len: int = 1024,
+    results: Sequence[str] = (),
     on_step: Callable[[list[float]], None] = lambda seconds: None,
 ) -> PeerResult:
     """Train `num_steps` steps after one warm-up step; each forward and backward has `micro_batch` completions.
+
+    With `results` an agent has one more turn than there are results, each of `max_new_tokens`; these are the user's
+    messages between them, which are not trained.
 
     `vllm_memory` is the share of the GPU memory for vLLM; None samples with `generate`. `lora_rank` trains an adapter
     of the attention projections instead of all weights. `on_step` receives the seconds of all steps so far. Under
     torchrun each process calls this, `num_tasks` are those of one, and prompts are those of all.
     """
-    vllm = {} if vllm_memory is None else prepare_vllm(vllm_memory)
+    vllm = {} if vllm_memory is None else prepare_vllm(vllm_memory, max_model_len=max_model_len)
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -105,6 +114,7 @@ def run_trl_grpo(
             train_dataset=Dataset.from_dict({"prompt": prompts, "answer": answers}),
             callbacks=[build_clock(stamps, on_step, device=device)],
             peft_config=None if lora_rank is None else build_lora(lora_rank),
+            rollout_func=partial(run_turns, results=results) if results else None,
         )
         trainer.train()
     lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
@@ -112,7 +122,38 @@ def run_trl_grpo(
     return PeerResult(seconds_per_step=seconds[1:], mean_completion_tokens=sum(lengths[1:]) / max(1, len(lengths[1:])))
 
 
-def prepare_vllm(memory: float) -> dict[str, Any]:
+def run_turns(prompts: list[Any], trainer: Any, *, results: Sequence[str]) -> dict[str, Any]:
+    """TRL's `rollout_func`: all agents' turns together, with a message of the user after each but the last."""
+    tokenizer = trainer.processing_class
+    prompt_ids = tokenizer.apply_chat_template(prompts, add_generation_prompt=True)["input_ids"]
+    rows, num_generations = prompt_ids, trainer.num_generations  # equal prompts of a group, in the first turn
+    completion_ids: list[list[int]] = [[] for _ in prompts]
+    logprobs: list[list[float]] = [[] for _ in prompts]
+    mask: list[list[int]] = [[] for _ in prompts]
+    for between in (*(encode_message(tokenizer, result) for result in results), []):
+        sampled, sampled_logprobs = trainer._generate_single_turn(rows, None, {}, num_generations)
+        for index, (ids, values) in enumerate(zip(sampled, sampled_logprobs or [None] * len(prompts), strict=True)):
+            ids = list(ids)
+            completion_ids[index] += ids + between
+            logprobs[index] += [*(values if values is not None else [0.0] * len(ids)), *([0.0] * len(between))]
+            mask[index] += [1] * len(ids) + [0] * len(between)
+        rows = [prompt + completion for prompt, completion in zip(prompt_ids, completion_ids, strict=True)]
+        num_generations = 1
+    known = None if sampled_logprobs is None else logprobs
+    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": known, "env_mask": mask}
+
+
+def encode_message(tokenizer: Any, text: str) -> list[int]:
+    """The tokens from the end of an assistant's message over a message of the user to the start of the next one."""
+    messages = [
+        {"role": "user", "content": ""}, {"role": "assistant", "content": REPLY}, {"role": "user", "content": text},
+    ]  # fmt: skip
+    rendered: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids: list[int] = tokenizer.encode(rendered.split(REPLY, 1)[1], add_special_tokens=False)
+    return ids
+
+
+def prepare_vllm(memory: float, *, max_model_len: int = 1024) -> dict[str, Any]:
     """The settings of `GRPOConfig` for vLLM in this process, whose environment is set."""
     for name, value in ONE_PROCESS.items():
         os.environ.setdefault(name, value)
@@ -120,7 +161,7 @@ def prepare_vllm(memory: float) -> dict[str, Any]:
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": memory,
-        "vllm_max_model_length": 1024,
+        "vllm_max_model_length": max_model_len,
     }
 
 

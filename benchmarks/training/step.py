@@ -7,6 +7,9 @@ the OpenAI-compatible endpoint in process. The figure is steps per hour, so that
     python -m benchmarks.training.step --device cpu --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
     python -m benchmarks.training.step --device cuda --model models/smollm2-135m-instruct --shape qwen3-0.6b \\
         --tasks 64 ...
+
+With `--turns 8 --result-tokens 500` each rollout is an agent's conversation: eight replies of `--max-new-tokens`, and
+between them results of this length, which are read and not trained.
 """
 
 from __future__ import annotations
@@ -15,15 +18,18 @@ import argparse
 import asyncio
 import gc
 import multiprocessing
+import random
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from benchmarks.shared.peer_trl import run_trl_grpo
 from benchmarks.shared.report import publish
@@ -40,8 +46,10 @@ from benchmarks.shared.training_step import (
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.judges.numeric import score_numeric
 from tunesmith.loop import StepParts
+from tunesmith.model.load import load_tokenizer
+from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.storage import load_json_lines
-from tunesmith.types import JudgeOutput
+from tunesmith.types import JudgeOutput, WorkflowOutput
 
 
 async def judge(task: dict[str, Any], response: str) -> JudgeOutput:
@@ -51,6 +59,22 @@ async def judge(task: dict[str, Any], response: str) -> JudgeOutput:
 def score(response: str, answer: str) -> float:
     """1 for a correct answer, minus a small length penalty, so that groups have variance from the start."""
     return float(score_numeric(response, answer) or 0.0) - 1e-4 * len(response)
+
+
+async def ask_in_turns(task: Mapping[str, Any], model: ChatModel, *, results: Sequence[str]) -> WorkflowOutput:
+    """An agent whose tool gives these results; its response is the last reply."""
+    messages = [{"role": "user", "content": task["question"]}]
+    for result in (*results, None):
+        reply = (await model(messages)).choices[0].message.content or ""
+        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": result}]
+    return WorkflowOutput(response=reply)
+
+
+def write_results(tokenizer: PreTrainedTokenizerBase, *, num_results: int, num_tokens: int) -> list[str]:
+    """Texts of about this many tokens: rows of a table of random numbers."""
+    rng = random.Random(0)
+    ids = tokenizer.encode(" ".join(str(rng.randrange(1000)) for _ in range(num_results * num_tokens)))
+    return [tokenizer.decode(ids[index * num_tokens : (index + 1) * num_tokens]) for index in range(num_results)]
 
 
 def load_questions(path: str, *, num_shots: int) -> list[dict[str, str]]:
@@ -71,7 +95,8 @@ def run_ours(arguments: argparse.Namespace, questions: list[dict[str, str]]) -> 
         trainer={"learning_rate": arguments.learning_rate},
         engine={"max_num_seqs": max(256, arguments.tasks * arguments.group)},
     )
-    policy, actors = load_step_actors(config, judge=judge)
+    converse = partial(ask_in_turns, results=arguments.results)
+    policy, actors = load_step_actors(config, workflow=converse, judge=judge)
     trainer = build_trainer(config, policy, num_steps=arguments.steps + 1)
     parts = build_parts(config, build_feed(build_tasks(questions)), policy, actors, trainer)
     return run_lockstep(run_steps(arguments, parts))
@@ -107,6 +132,8 @@ def run_trl(arguments: argparse.Namespace, questions: list[dict[str, str]]) -> d
             micro_batch=micro_batch,
             vllm_memory=arguments.trl_vllm,
             lora_rank=arguments.lora_rank,
+            max_model_len=arguments.max_model_len,
+            results=arguments.results,
         )
     return results
 
@@ -134,7 +161,7 @@ def send_result(sender: Connection, function: Callable[..., Any], arguments: Seq
 def describe_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """The settings, with file names instead of paths."""
     named = {key: Path(value).name for key, value in vars(arguments).items() if key in {"model", "questions"}}
-    return {key: value for key, value in vars(arguments).items() if key != "out"} | named
+    return {key: value for key, value in vars(arguments).items() if key not in ("out", "results")} | named
 
 
 def show(arguments: argparse.Namespace, rows: list[dict[str, float]], peers: dict[str, Any]) -> None:
@@ -144,7 +171,7 @@ def show(arguments: argparse.Namespace, rows: list[dict[str, float]], peers: dic
     length = statistics.fmean(row["rollout/sampled_tokens_mean"] for row in rows)
     print(
         f"\n{arguments.tasks} tasks x {arguments.group} rollouts, {arguments.max_new_tokens} new tokens, "
-        f"{arguments.shots} shots, {Path(arguments.model).name}"
+        f"{arguments.turns} turns, {arguments.shots} shots, {Path(arguments.model).name}"
     )
     print(f"{'':<28}{'step s':>10}{'rollout s':>11}{'train s':>10}{'tokens/rollout':>16}")
     print(f"{'tunesmith':<28}{seconds:>10.2f}{rollout_s:>11.2f}{train_s:>10.2f}{length:>16.1f}")
@@ -164,8 +191,10 @@ def main() -> None:
     parser.add_argument("--questions", required=True, help="JSON lines file with question and answer")
     parser.add_argument("--tasks", type=int, default=4, help="tasks per step")
     parser.add_argument("--group", type=int, default=8, help="rollouts per task")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="most tokens per rollout")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="most tokens of a reply")
     parser.add_argument("--max-model-len", type=int, default=1024, help="as model.max_model_len")
+    parser.add_argument("--turns", type=int, default=1, help="replies of a rollout")
+    parser.add_argument("--result-tokens", type=int, default=500, help="tokens of a result between two replies")
     parser.add_argument("--shots", type=int, default=0, help="worked examples before each question")
     parser.add_argument("--steps", type=int, default=3, help="measured steps after one warm-up step")
     parser.add_argument("--trl-steps", type=int, help="measured steps of TRL; default: --steps")
@@ -183,6 +212,8 @@ def main() -> None:
     if arguments.device == "cpu":
         torch.set_num_threads(1)
     questions = load_questions(arguments.questions, num_shots=arguments.shots)[:512]
+    tokenizer = load_tokenizer(arguments.model)
+    arguments.results = write_results(tokenizer, num_results=arguments.turns - 1, num_tokens=arguments.result_tokens)
     with tempfile.TemporaryDirectory() as folder:
         if arguments.shape is not None:
             random_model = Path(folder) / arguments.shape
