@@ -14,6 +14,7 @@ from tunesmith.runs.load_config import (
     describe_options,
     dump_config,
     load_section,
+    load_values,
 )
 
 
@@ -84,6 +85,20 @@ def test_an_unset_variable_is_named(tmp_path):
     path = write(tmp_path, "model: {path: '${oc.env:TUNESMITH_TEST_NONE}'}\n")
     with pytest.raises(ConfigError, match=r"^model\.path: Environment variable 'TUNESMITH_TEST_NONE' not found$"):
         load_section(RunConfig, path)
+
+
+def test_an_override_of_a_variable_that_nothing_reads_is_an_error(tmp_path):
+    path = write(
+        tmp_path,
+        "variables: {seed: 0, rates: {sft: 1, rl: 2}, engine: {size: 1}, rft: &rft {steps: 1}}\n"
+        "stages: {rft: *rft, seed: '${variables.seed}', rl: '${variables.rates.rl}', engine: '${variables.engine}'}\n",
+    )
+    for key, value in {"seed": 3, "rates": "{rl: 4}", "rates.rl": 4, "engine.size": 2, "engine.other": 2}.items():
+        assert load_values(path, [f"variables.{key}={value}"]) != load_values(path)
+    assert load_values(path, ["variables.seed=0"]) == load_values(path)
+    for key in ("rft.steps", "rates.sft", "new"):
+        with pytest.raises(ConfigError, match=rf"variables\.{key} has no effect: no key of the file has"):
+            load_values(path, [f"variables.{key}=5"])
 
 
 def test_the_error_of_an_unknown_key_suggests_the_nearest_key():
