@@ -65,6 +65,16 @@ def test_the_best_fronts_are_kept_and_visited_least_often_first():
     assert selector.explain().choices[0].numbers["std_tool_calls"] == 2.5
 
 
+def test_tasks_with_equal_outcomes_are_selected_when_nothing_else_is_left():
+    """After those that are kept, mixed tasks of later fronts come first, however often they were visited."""
+    spread = {i: ([0, 1, 0, 1], [0, i, 0, i]) for i in range(6)} | {6: EVEN, 7: EVEN}
+    selector = build(keep=0.25, explore=0)
+    selector.observe(list(spread), [make_group(i, *numbers) for i, numbers in spread.items()])
+    for _ in range(4):
+        assert set(selector.select(6)) == set(range(6))
+    assert set(selector.select(7)) > set(range(6))
+
+
 def test_choices_at_the_ends_of_a_front_are_json():
     """Their crowding distance is infinite, which JSON does not have."""
     spread = {1: ([0, 1, 1], [1, 2, 9]), 2: ([0, 1, 0, 1], [1, 1, 1, 2]), 3: ([0, 0, 1, 1], [1, 1, 1, 1])}

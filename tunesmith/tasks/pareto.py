@@ -218,7 +218,7 @@ class ParetoSelector:
         unknown = order_N[self._states_N[order_N] == UNKNOWN]
         kept = kept_J[np.argsort(self._num_selected_N[kept_J], kind="stable")]
         others = order_N[(self._states_N[order_N] != UNKNOWN) & ~np.isin(order_N, kept_J)]
-        others = others[np.argsort(self._num_selected_N[others], kind="stable")]
+        others = others[np.lexsort((self._num_selected_N[others], -self._states_N[others]))]  # mixed outcomes first
         num_unknown = min(len(unknown), round(self._explore * size))
         num_kept = min(len(kept), size - num_unknown)
         num_unknown = min(len(unknown), size - num_kept)
