@@ -100,9 +100,7 @@ def whiten(values_E: np.ndarray) -> np.ndarray:
 
 def find_last(sequence_E: np.ndarray) -> np.ndarray:
     """True [E] at the last token of each sequence; the tokens of a sequence are contiguous."""
-    if len(sequence_E) == 0:
-        return np.zeros(0, dtype=bool)
-    return np.append(sequence_E[1:] != sequence_E[:-1], True)
+    return np.diff(sequence_E, append=-1) != 0
 
 
 def compute_explained_variance(values_E: np.ndarray, returns_E: np.ndarray) -> float:
