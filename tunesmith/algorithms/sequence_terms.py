@@ -27,6 +27,7 @@ from tunesmith.algorithms.kl import MAX_LOG_RATIO
 from tunesmith.algorithms.scores import TokenInputs, average, mean_sequences, sum_sequences
 from tunesmith.config import CorrectionSection
 from tunesmith.errors import ConfigError
+from tunesmith.types import REWARD_ATOL
 
 
 def compute_correction_weights(
@@ -87,7 +88,8 @@ def find_off_policy_tokens(tokens: TokenInputs, *, delta: float) -> np.ndarray:
     """
     assert tokens.logprobs_E is not None and tokens.sampler_logprobs_E is not None
     distance_Q = mean_sequences(tokens.sampler_logprobs_E - tokens.logprobs_E, tokens)
-    return ((mean_sequences(tokens.advantages_E, tokens) < 0) & (distance_Q > delta))[tokens.sequence_E]
+    is_negative_Q = mean_sequences(tokens.advantages_E, tokens) < -REWARD_ATOL  # 0 but for rounding: a lone whitened one
+    return (is_negative_Q & (distance_Q > delta))[tokens.sequence_E]
 
 
 def compute_sequence_ratio_terms(tokens: TokenInputs) -> TokenInputs:
