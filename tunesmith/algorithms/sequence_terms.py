@@ -88,7 +88,7 @@ def find_off_policy_tokens(tokens: TokenInputs, *, delta: float) -> np.ndarray:
     """
     assert tokens.logprobs_E is not None and tokens.sampler_logprobs_E is not None
     distance_Q = mean_sequences(tokens.sampler_logprobs_E - tokens.logprobs_E, tokens)
-    is_negative_Q = mean_sequences(tokens.advantages_E, tokens) < -REWARD_ATOL  # 0 but for rounding: a lone whitened one
+    is_negative_Q = mean_sequences(tokens.advantages_E, tokens) < -REWARD_ATOL  # a mean of 0 is rounded
     return (is_negative_Q & (distance_Q > delta))[tokens.sequence_E]
 
 
