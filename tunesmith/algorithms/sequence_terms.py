@@ -224,7 +224,7 @@ def compute_clip_cov_terms(
         )
     covariance_E = compute_token_covariances(tokens)
     candidates = np.flatnonzero((covariance_E >= covariance_low) & (covariance_E <= covariance_high))
-    num_selected = min(_count(fraction, len(covariance_E)), len(candidates))
+    num_selected = _count(fraction, len(covariance_E))  # or all candidates, if they are fewer
     # Every token draws a number, whether it is a candidate or not: where rounding moves a token across a bound, the
     # others are masked as before.
     draws_E = np.random.default_rng((seed, tokens.step)).random(len(covariance_E))
