@@ -106,6 +106,10 @@ def reads_sequence_ratios(scores):
             "the metric 'kl' is reported by the trainer",
         ),
         (
+            lambda scores: TokenLosses(losses_N=-scores.logprobs_N, metrics={"relative_update": scores.old_logprobs_N}),
+            "the metric 'relative_update' is reported by the trainer",
+        ),
+        (
             lambda scores: TokenLosses(losses_N=-scores.logprobs_N, metrics={"p": scores.logprobs_N}),
             "metric 'p' has a gradient",
         ),

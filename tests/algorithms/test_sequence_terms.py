@@ -160,6 +160,7 @@ def test_off_policy_sequences_are_masked_by_the_mean_of_their_advantages():
     assert mask_negative([[-3.0, 1.0], [-1.0]]) == [0, 0, 1]
     assert mask_negative([[-1.0, 3.0], [-1.0]]) == [1, 1, 1]
     assert mask_negative([[-1.0, 1.0], [-1.0]]) == [1, 1, 1]
+    assert mask_negative([[0.3, -(0.1 + 0.2)], [-1.0]]) == [1, 1, 1], "0 but for rounding"
     assert mask_negative([[-1.0, -1.0], [-1.0]], delta=0.0) == [0, 0, 1]
     assert mask_negative([[-1.0, -1.0], [-1.0]], delta=0.5) == [1, 1, 1]
 

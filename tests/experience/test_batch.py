@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tunesmith.experience.batch import Batch, BatchSize
+from tunesmith.experience.operators import pass_rate_calculator
 from tunesmith.experience.table import BoundOperator, apply_operators
 from tunesmith.metric import Count
-from tunesmith.types import Distribution, Group, Task, Trajectory, Turn
+from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
 
 
 def group_of(index, *rewards):
@@ -76,6 +79,20 @@ def test_counts_are_summed_and_floats_averaged_over_groups():
         batch.add_round(groups, groups, metrics, has_advantage=[False] * len(groups))
     metrics = batch.compute_metrics()
     assert metrics["a/x"] == 3.0 and metrics["a/rate"] == 0.25
+
+
+def test_pass_rates_of_rounds_are_averaged_over_the_groups_that_have_one():
+    failed = Failure(where="judge", message="no verdict")
+    task = group_of(0, 1).task
+    run = Trajectory(task=task, run_index=0, turns=(), reward=None, failure=failed)
+    unscored = Group(task=task, trajectories=(run,))
+    batch = Batch(size=BatchSize(num_groups=4, max_tasks=8))
+    for groups in ([group_of(1, 0, 1), unscored, unscored, unscored], [group_of(2, 1, 1), group_of(3, 1, 1)]):
+        kept, metrics = apply_operators(groups, [BoundOperator(name="rates", apply=pass_rate_calculator)])
+        batch.add_round(groups, kept, metrics, has_advantage=[False] * len(groups))
+    metrics = batch.compute_metrics()
+    assert metrics["experience/rates/pass_rate_mean"] == pytest.approx((0.5 + 1 + 1) / 3)
+    assert metrics["experience/rates/valid_ratio"] == pytest.approx(1 / 3)
 
 
 def test_advantages_are_laid_out_like_the_collected_groups():

@@ -1,4 +1,4 @@
-"""Several data sets: mixed by size as published or by weight to within one task, each with its own selector."""
+"""Several data sets: mixed by size as published or by weight to within about one task, each with its own selector."""
 
 from __future__ import annotations
 

@@ -65,6 +65,31 @@ def test_the_best_fronts_are_kept_and_visited_least_often_first():
     assert selector.explain().choices[0].numbers["std_tool_calls"] == 2.5
 
 
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 6])
+def test_batches_of_any_size_explore_their_share(batch_size):
+    selector = build(keep=1.0, explore=0.25)
+    selector.observe(list(range(6)), [make_group(i, *MIXED) for i in range(6)])
+    drawn = [index for _ in range(8) for index in selector.select(batch_size)]
+    assert sum(index in (6, 7) for index in drawn) == len(drawn) * 0.25
+
+
+def test_the_number_of_kept_tasks_is_not_raised_by_rounding():
+    tasks = [Task(task_id=f"t/{i}", index=i, row={"c": [0, 1], "t": [i, 0]}) for i in range(100)]
+    selector = build(tasks, correctness_key="c", tool_calls_key="t", keep=0.07, explore=0)
+    assert 0.07 * 100 > 7
+    assert {index for _ in range(14) for index in selector.select(1)} == set(range(93, 100))
+
+
+def test_tasks_with_equal_outcomes_are_selected_when_nothing_else_is_left():
+    """After those that are kept, mixed tasks of later fronts come first, however often they were visited."""
+    spread = {i: ([0, 1, 0, 1], [0, i, 0, i]) for i in range(6)} | {6: EVEN, 7: EVEN}
+    selector = build(keep=0.25, explore=0)
+    selector.observe(list(spread), [make_group(i, *numbers) for i, numbers in spread.items()])
+    for _ in range(4):
+        assert set(selector.select(6)) == set(range(6))
+    assert set(selector.select(7)) > set(range(6))
+
+
 def test_choices_at_the_ends_of_a_front_are_json():
     """Their crowding distance is infinite, which JSON does not have."""
     spread = {1: ([0, 1, 1], [1, 2, 9]), 2: ([0, 1, 0, 1], [1, 1, 1, 2]), 3: ([0, 0, 1, 1], [1, 1, 1, 1])}

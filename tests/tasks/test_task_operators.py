@@ -54,6 +54,13 @@ def test_tasks_that_differ_in_an_operator_sign_are_kept():
         "5!",
         "5",
         ".5",
+        "f(3)",
+        "f'(3)",
+        "f''(3)",
+        "(f g)(3)",
+        "(f g)'(3)",
+        "y + y = 0",
+        "y' + y = 0",
     ]
     assert kept(deduplicate(tasks_of(*({"q": text} for text in texts)), fields=["q"])) == list(range(len(texts)))
 

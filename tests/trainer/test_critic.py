@@ -186,6 +186,27 @@ def test_policy_is_not_updated_during_critic_warmup():
     assert not torch.equal(read_parameters(model), before)
 
 
+def test_the_kl_coefficient_is_not_adapted_during_critic_warmup():
+    """The policy is its reference until its first update, so the KL says nothing about the coefficient."""
+    section = AlgorithmSection(
+        algorithm_type="ppo",
+        kl_coef=0.1,
+        kl_adaptive={"target": 0.1, "horizon": 1},
+        critic=CriticSection(learning_rate=1e-2, warmup_steps=2),
+    )
+    trainer = Trainer(
+        build_shallow(),
+        TrainerSection(**SETTINGS),
+        section,
+        max_model_len=64,
+        num_total_steps=10,
+        critic_model=build_value_model(),
+        reference_model=build_shallow(),
+    )
+    coefficients = [trainer.step(build_samples())["train/kl_coef"] for _ in range(4)]
+    assert coefficients == [0.1, 0.1, 0.1, pytest.approx(0.08)]
+
+
 @pytest.mark.parametrize("reference", [False, True])
 def test_advantages_do_not_depend_on_the_critics_updates_within_a_step(reference):
     """Values are scored before the first update: the policy is updated as with a critic that does not move."""

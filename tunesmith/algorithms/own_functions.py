@@ -37,8 +37,10 @@ SEQUENCE_LENGTH = 4
 TOKEN_TOLERANCE = 1e-9
 RESERVED_METRICS = frozenset(
     {
-        "changed_ratio", "entropy", "epoch", "grad_norm", "kl", "kl_coef", "learning_rate", "loss", "m2po_masked_frac",
-        "num_flat_tokens", "num_tokens", "num_trained_tokens", "num_updates", "pg_loss", "reward_kl",
+        "changed_ratio", "clip_cov_frac", "entropy", "entropy_masked_frac", "entropy_selected_frac",
+        "entropy_threshold", "epoch", "grad_norm", "kl", "kl_coef", "learning_rate", "loss", "m2po_masked_frac",
+        "num_flat_tokens", "num_tokens", "num_trained_tokens", "num_updates", "pg_loss", "reference_step",
+        "relative_update", "reward_kl", "token_covariance", "vespo_weight",
     }
 )  # fmt: skip
 """Names of metrics under `train/` that the trainer reports."""

@@ -27,6 +27,7 @@ from tunesmith.algorithms.kl import MAX_LOG_RATIO
 from tunesmith.algorithms.scores import TokenInputs, average, mean_sequences, sum_sequences
 from tunesmith.config import CorrectionSection
 from tunesmith.errors import ConfigError
+from tunesmith.types import REWARD_ATOL
 
 
 def compute_correction_weights(
@@ -87,7 +88,8 @@ def find_off_policy_tokens(tokens: TokenInputs, *, delta: float) -> np.ndarray:
     """
     assert tokens.logprobs_E is not None and tokens.sampler_logprobs_E is not None
     distance_Q = mean_sequences(tokens.sampler_logprobs_E - tokens.logprobs_E, tokens)
-    return ((mean_sequences(tokens.advantages_E, tokens) < 0) & (distance_Q > delta))[tokens.sequence_E]
+    is_negative_Q = mean_sequences(tokens.advantages_E, tokens) < -REWARD_ATOL  # a mean of 0 is rounded
+    return (is_negative_Q & (distance_Q > delta))[tokens.sequence_E]
 
 
 def compute_sequence_ratio_terms(tokens: TokenInputs) -> TokenInputs:
@@ -139,8 +141,7 @@ def compute_vespo_terms(
     exponent_E = np.where(is_gain_E, exponent_pos, exponent_neg)
     decay_E = np.where(is_gain_E, decay_pos, decay_neg)
     correction_E = np.exp(exponent_E * np.log(ratio_E) + decay_E * (1 - ratio_E))
-    metrics = {"train/vespo_weight": average(correction_E)} if correction_E.size else {}
-    return replace(tokens, correction_E=correction_E, metrics=metrics)
+    return replace(tokens, correction_E=correction_E, metrics={"train/vespo_weight": average(correction_E)})
 
 
 def compute_topr_terms(
@@ -223,13 +224,13 @@ def compute_clip_cov_terms(
         )
     covariance_E = compute_token_covariances(tokens)
     candidates = np.flatnonzero((covariance_E >= covariance_low) & (covariance_E <= covariance_high))
-    num_selected = min(_count(fraction, len(covariance_E)), len(candidates))
+    num_selected = _count(fraction, len(covariance_E))  # or all candidates, if they are fewer
     # Every token draws a number, whether it is a candidate or not: where rounding moves a token across a bound, the
     # others are masked as before.
     draws_E = np.random.default_rng((seed, tokens.step)).random(len(covariance_E))
     correction_E = np.ones(len(covariance_E))
     correction_E[candidates[np.argsort(draws_E[candidates], kind="stable")[:num_selected]]] = 0.0
-    metrics = {"train/clip_cov_frac": average(correction_E == 0)} | _measure(covariance_E)
+    metrics = {"train/clip_cov_frac": average(correction_E == 0), "train/token_covariance": average(covariance_E)}
     return replace(tokens, correction_E=correction_E, metrics=metrics)
 
 
@@ -247,7 +248,7 @@ def compute_kl_cov_terms(tokens: TokenInputs, *, fraction: Fraction = 2e-3) -> T
     is_selected_E[order[: _count(fraction, len(covariance_E))]] = True
     if tokens.is_unmoved_E is not None:
         is_selected_E &= ~tokens.is_unmoved_E
-    return replace(tokens, is_selected_E=is_selected_E, metrics=_measure(covariance_E))
+    return replace(tokens, is_selected_E=is_selected_E, metrics={"train/token_covariance": average(covariance_E)})
 
 
 def compute_token_covariances(tokens: TokenInputs) -> np.ndarray:
@@ -287,7 +288,3 @@ def find_top_entropy_tokens(tokens: TokenInputs, *, fraction: float) -> tuple[np
 def _count(fraction: float, num_tokens: int) -> int:
     """floor(fraction * num_tokens), with products rounded so that 0.29 of 100 tokens are 29."""
     return math.floor(round(fraction * num_tokens, 6))
-
-
-def _measure(covariance_E: np.ndarray) -> dict[str, float]:
-    return {"train/token_covariance": average(covariance_E)} if covariance_E.size else {}

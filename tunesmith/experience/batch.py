@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 
 from tunesmith.experience.finished_group import drop_routes
 from tunesmith.metric import merge_metrics
@@ -68,9 +69,7 @@ class Batch:
     @property
     def with_advantage(self) -> tuple[list[Group], list[int]]:
         """The groups with non-zero advantage, and their index in `collected`."""
-        rows = zip(self.groups, self.positions, self.has_advantage, strict=True)
-        kept = [(group, position) for group, position, has_advantage in rows if has_advantage]
-        return [group for group, _ in kept], [position for _, position in kept]
+        return list(compress(self.groups, self.has_advantage)), list(compress(self.positions, self.has_advantage))
 
     def add_round(
         self,

@@ -86,13 +86,13 @@ def pass_rate_calculator(groups: Sequence[Group], *, outcome_key: str | None = N
         return list(groups), {}
     low, high = STRICT_MARGIN + STRICT_EPSILON, 1 - STRICT_MARGIN - STRICT_EPSILON
     return list(groups), {
-        "pass_rate_mean": fmean(rates),
-        "valid_ratio": fmean(0 < rate < 1 for rate in rates),
-        "strict_valid_ratio": fmean(low < rate < high for rate in rates),
-        "below_1_ratio": fmean(rate < 1 for rate in rates),
-        "above_0_ratio": fmean(rate > 0 for rate in rates),
-        "below_15_16_ratio": fmean(rate < high for rate in rates),
-        "above_1_16_ratio": fmean(rate > low for rate in rates),
+        "pass_rate_mean": average(rates),
+        "valid_ratio": average([0 < rate < 1 for rate in rates]),
+        "strict_valid_ratio": average([low < rate < high for rate in rates]),
+        "below_1_ratio": average([rate < 1 for rate in rates]),
+        "above_0_ratio": average([rate > 0 for rate in rates]),
+        "below_15_16_ratio": average([rate < high for rate in rates]),
+        "above_1_16_ratio": average([rate > low for rate in rates]),
     }
 
 

@@ -35,8 +35,8 @@ TaskOperator = Callable[..., ChangedTasks]
 Fields = Annotated[list[str], Field(min_length=1)]
 Weights = Annotated[dict[str, float], Field(min_length=1)]
 
-TOKEN = re.compile(r"(?:(?<![\w.])\.(?=\d))?\w+(?:[.,]\w+)*|[^\w\s.,;:?'\"]")
-"""Tokens that distinguish two tasks: words, numbers with decimals, and operator signs such as + - * / ( )."""
+TOKEN = re.compile(r"(?:(?<![\w.])\.(?=\d))?\w+(?:[.,]\w+)*|(?<=\b\w)'+|'+(?=\()|[^\w\s.,;:?'\"]")
+"""Tokens that distinguish two tasks: words, numbers with decimals, primes (f'(x), y'), signs such as + - * / ( )."""
 NGRAM_CHARS = 10
 NGRAM_WORDS = 5
 """Lengths of the n-grams whose repetition is measured."""

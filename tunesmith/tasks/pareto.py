@@ -209,7 +209,7 @@ class ParetoSelector:
         """The best tasks with mixed outcomes, best first, with their fronts and crowding distances."""
         mixed_M = np.flatnonzero(self._states_N == 1)
         order, ranks, distances = sort_by_front(self._spreads_N2[mixed_M], rng=rng)
-        size = min(len(mixed_M), math.ceil(self._keep * self.num_tasks))
+        size = min(len(mixed_M), math.ceil(round(self._keep * self.num_tasks, 6)))
         return mixed_M[order[:size]], ranks[:size], distances[:size]
 
     def _pick(self, size: int, kept_J: Indices, rng: np.random.Generator) -> Iterator[tuple[int, str]]:
@@ -218,8 +218,9 @@ class ParetoSelector:
         unknown = order_N[self._states_N[order_N] == UNKNOWN]
         kept = kept_J[np.argsort(self._num_selected_N[kept_J], kind="stable")]
         others = order_N[(self._states_N[order_N] != UNKNOWN) & ~np.isin(order_N, kept_J)]
-        others = others[np.argsort(self._num_selected_N[others], kind="stable")]
-        num_unknown = min(len(unknown), round(self._explore * size))
+        others = others[np.lexsort((self._num_selected_N[others], -self._states_N[others]))]  # mixed outcomes first
+        first, end = (math.floor(round(self._explore * each, 6)) for each in (self.num_drawn, self.num_drawn + size))
+        num_unknown = min(len(unknown), end - first)  # small batches, too, explore in the end
         num_kept = min(len(kept), size - num_unknown)
         num_unknown = min(len(unknown), size - num_kept)
         parts = [

@@ -259,8 +259,8 @@ class Mixture:
     """A selector over several sets: it chooses the set of each draw; the set's own selector chooses the task.
 
     Without weights each epoch is a shuffled list in which every set occurs as often as it has tasks. With weights, the
-    number of draws from each set is proportional to its weight, to within one task, after any number of draws. Indices
-    run over the concatenation of all sets.
+    number of draws from each set is proportional to its weight, to within about one task, after any number of draws.
+    Indices run over the concatenation of all sets.
     """
 
     def __init__(

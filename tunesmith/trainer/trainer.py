@@ -201,7 +201,6 @@ class Trainer:
                     number=len(updates),
                 )
                 updates.append(update)
-                self._adapt_kl_coef(update, minibatch)
         self._host_work.finish()
         self.num_steps += 1
         metrics = build_metrics(updates) | {"train/learning_rate": learning_rate}
@@ -307,6 +306,7 @@ class Trainer:
         )
         if before is not None:
             metrics |= {name: value.item() for name, value in self._optimizer.measure_change(before).items()}
+        self._adapt_kl_coef(metrics, samples)
         return metrics
 
     def _adapt_kl_coef(self, metrics: Mapping[str, float], samples: Sequence[Sample]) -> None:

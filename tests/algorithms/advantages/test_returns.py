@@ -95,6 +95,21 @@ def test_whitening_equals_the_formula():
     assert whiten(np.zeros(0)).size == 0
 
 
+@pytest.mark.parametrize("num_tokens", [3, 18, 41])
+def test_equal_values_whiten_to_exact_zeros(num_tokens):
+    values = np.full(num_tokens, 0.1)
+    assert values.mean() != 0.1, "the mean is rounded"
+    assert whiten(values).tolist() == [0.0] * num_tokens
+
+
+def test_equal_rewards_have_no_explained_variance():
+    """Returns are advantage plus value, so those of equal rewards differ by rounding."""
+    values = np.random.default_rng(0).normal(size=(3, 4)).tolist()
+    terms = compute_ppo_terms(build_scores([[1.0] * 4] * 3, values=values))
+    assert terms.returns_E.var() > 0
+    assert terms.metrics["critic/explained_variance"] == 0
+
+
 def test_ppo_terms_have_returns_and_whitened_advantages():
     scores = build_scores([[1.0] * 3, [-2.0] * 2], values=[[0.5, 0.6, 0.7], [-0.1, 0.2]])
     terms = compute_ppo_terms(scores, gamma=GAMMA, lam=LAM)

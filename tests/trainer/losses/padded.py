@@ -199,7 +199,7 @@ def compute_gspo_losses(tokens: Tokens, old: Tensor) -> Tensor:
 
 
 def compute_sapo_losses(tokens: Tokens, old: Tensor) -> Tensor:
-    tau = torch.where(tokens.advantages > 0, 1.0, 1.05)
+    tau = torch.where(tokens.advantages > 0, 1.0, torch.full_like(old, 1.05))
     return -tokens.advantages * 4 / tau * torch.sigmoid(tau * ((tokens.logprobs - old).exp() - 1))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import PositiveFloat
@@ -125,13 +126,9 @@ def compute_rec_advantages(
     def normalize(rewards: list[float]) -> list[float]:
         return standardize(rewards, epsilon=epsilon, ddof=0) if std_normalize else subtract_mean(rewards)
 
-    advantages: list[list[RunAdvantage]] = []
-    for group in groups:
-        kept = _select_balanced(group) if drop == "balance" else [run.reward is not None for run in group]
-        kept_groups = [[run for run, is_kept in zip(group, kept, strict=True) if is_kept]]
-        values = iter(map_groups(kept_groups, normalize)[0])
-        advantages.append([next(values) if is_kept else None for is_kept in kept])
-    return advantages
+    if drop == "balance":
+        groups = [_drop_surplus(group) for group in groups]
+    return map_groups(groups, normalize)
 
 
 def compute_raft_advantages(groups: Sequence[Sequence[RunOutcome]], *, min_reward: float | None = None) -> Advantages:
@@ -153,15 +150,15 @@ def compute_raft_advantages(groups: Sequence[Sequence[RunOutcome]], *, min_rewar
     return advantages
 
 
-def _select_balanced(group: Sequence[RunOutcome]) -> list[bool]:
-    """Which rollouts to keep so that at most half of them are below the mean of the group."""
+def _drop_surplus(group: Sequence[RunOutcome]) -> list[RunOutcome]:
+    """The group, without the rewards of as many rollouts below its mean as make them more than half."""
     rewards = [run.reward for run in group if run.reward is not None]
     mean = math.fsum(rewards) / max(len(rewards), 1)
     below = [index for index, run in enumerate(group) if run.reward is not None and is_above(mean, run.reward)]
     num_surplus = max(2 * len(below) - len(rewards), 0)
     rng = random.Random(repr([run.turn_logprobs for run in group]))
     dropped = set(rng.sample(below, num_surplus))
-    return [run.reward is not None and index not in dropped for index, run in enumerate(group)]
+    return [replace(run, reward=None) if index in dropped else run for index, run in enumerate(group)]
 
 
 def _subtract_baseline(group: Sequence[RunOutcome]) -> list[RunAdvantage]:

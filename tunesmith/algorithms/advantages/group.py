@@ -69,8 +69,7 @@ def compute_grpo_advantages(
     """
     if rank_penalty:
         groups = [apply_rank_penalty(group, rank_penalty) for group in groups]
-    weights = [[run.num_turns for run in group] for group in groups]
-    return _compute_advantages(groups, weights, epsilon, std_cal_level, std_threshold)
+    return _compute_advantages(groups, lambda run: run.num_turns, epsilon, std_cal_level, std_threshold)
 
 
 def compute_multi_step_grpo_advantages(
@@ -86,8 +85,7 @@ def compute_multi_step_grpo_advantages(
     `enable_step_norm` divides a rollout's advantage by its number of model calls, so that with token-mean aggregation
     rollouts of many calls do not dominate the loss.
     """
-    weights = [[1] * len(group) for group in groups]
-    advantages = _compute_advantages(groups, weights, epsilon, std_cal_level, std_threshold)
+    advantages = _compute_advantages(groups, lambda run: 1, epsilon, std_cal_level, std_threshold)
     if not enable_step_norm:
         return advantages
     return [
@@ -143,17 +141,14 @@ def compute_batch_normalized_advantages(
 def normalize_over_batch(
     advantages: Sequence[Sequence[float | None]], groups: Sequence[Sequence[RunOutcome]], *, epsilon: float
 ) -> Advantages:
-    """Centered advantages divided by their sample std over all scored rollouts; None counts as 0 and stays None.
-
-    The values of each group sum to zero, so their mean is zero and is not subtracted.
-    """
+    """Centered advantages divided by their sample std over all scored rollouts; None counts as 0 and stays None."""
     values = [
         value or 0.0
         for row, group in zip(advantages, groups, strict=True)
         for value, run in zip(row, group, strict=True)
         if run.reward is not None
     ]
-    scale = math.sqrt(math.fsum(value**2 for value in values) / max(len(values) - 1, 1)) + epsilon
+    scale = compute_std(values) + epsilon
     return [[None if value is None else value / scale for value in row] for row in advantages]
 
 
@@ -270,44 +265,37 @@ def subtract_mean(values: Sequence[float]) -> list[float]:
 
 def standardize(values: Sequence[float], *, epsilon: float, ddof: int = 1) -> list[float]:
     """(x - mean) / (std + epsilon)."""
-    centered = subtract_mean(values)
-    std = math.sqrt(math.fsum(value**2 for value in centered) / (len(values) - ddof))
-    return [value / (std + epsilon) for value in centered]
+    scale = compute_std(values, ddof=ddof) + epsilon
+    return [value / scale for value in subtract_mean(values)]
+
+
+def compute_std(values: Sequence[float], *, ddof: int = 1) -> float:
+    """The standard deviation; 0 where it is not defined."""
+    if len(values) <= ddof:
+        return 0.0
+    return math.sqrt(math.fsum(value**2 for value in subtract_mean(values)) / (len(values) - ddof))
 
 
 def _compute_advantages(
     groups: Sequence[Sequence[RunOutcome]],
-    weights: Sequence[Sequence[int]],
+    count: Callable[[RunOutcome], int],
     epsilon: float,
     std_cal_level: str,
     std_threshold: float,
 ) -> list[list[float | None]]:
-    observed = [
-        [(r.reward, w) for r, w in zip(group, row, strict=True) if r.reward is not None and w > 0]
-        for group, row in zip(groups, weights, strict=True)
-    ]
-    is_batch = std_cal_level == "batch"
-    batch_std = _compute_mean_and_std([pair for pairs in observed for pair in pairs])[1] if is_batch else 0.0
+    """GRPO's advantages, with `count` observations of each rollout's reward in mean and std."""
+    observed = [[run.reward for run in group if run.reward is not None for _ in range(count(run))] for group in groups]
+    batch_std = compute_std([reward for rewards in observed for reward in rewards])
     advantages: list[list[float | None]] = []
-    for group, pairs in zip(groups, observed, strict=True):
-        mean, std = _compute_mean_and_std(pairs)
-        if are_equal([reward for reward, _ in pairs]) or std <= std_threshold:
+    for group, rewards in zip(groups, observed, strict=True):
+        std = compute_std(rewards)
+        if are_equal(rewards) or std <= std_threshold:
             advantages.append([None] * len(group))
         else:
-            scale = (batch_std if is_batch else std) + epsilon
+            mean = math.fsum(rewards) / len(rewards)
+            scale = (batch_std if std_cal_level == "batch" else std) + epsilon
             advantages.append([None if run.reward is None else (run.reward - mean) / scale for run in group])
     return advantages
-
-
-def _compute_mean_and_std(pairs: Sequence[tuple[float, int]]) -> tuple[float, float]:
-    """Weighted mean and sample standard deviation (ddof 1); 0 where undefined."""
-    total = sum(weight for _, weight in pairs)
-    if total == 0:
-        return 0.0, 0.0
-    mean = math.fsum(weight * reward for reward, weight in pairs) / total
-    if total == 1:
-        return mean, 0.0
-    return mean, math.sqrt(math.fsum(weight * (reward - mean) ** 2 for reward, weight in pairs) / (total - 1))
 
 
 def compute_gdpo_advantages(

@@ -22,6 +22,7 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from tunesmith.algorithms.scores import TokenInputs, average
+from tunesmith.types import are_equal
 
 WHITENING_EPSILON = 1e-8
 Discount = Annotated[float, Field(ge=0, le=1)]
@@ -91,24 +92,22 @@ def compute_returns(rewards_E: np.ndarray, sequence_E: np.ndarray, *, gamma: flo
 
 
 def whiten(values_E: np.ndarray) -> np.ndarray:
-    """Mean 0 and variance 1 (ddof 1) over all tokens; a single token becomes 0."""
-    if len(values_E) < 2:
+    """Mean 0 and variance 1 (ddof 1) over all tokens; equal values, and a single one, become 0."""
+    if are_equal(values_E.tolist()):  # their mean is rounded, and AdamW makes a step for an advantage of any size
         return np.zeros(len(values_E))
     return (values_E - values_E.mean()) / np.sqrt(values_E.var(ddof=1) + WHITENING_EPSILON)
 
 
 def find_last(sequence_E: np.ndarray) -> np.ndarray:
     """True [E] at the last token of each sequence; the tokens of a sequence are contiguous."""
-    if len(sequence_E) == 0:
-        return np.zeros(0, dtype=bool)
-    return np.append(sequence_E[1:] != sequence_E[:-1], True)
+    return np.diff(sequence_E, append=-1) != 0
 
 
 def compute_explained_variance(values_E: np.ndarray, returns_E: np.ndarray) -> float:
     """1 - Var(return - value) / Var(return): 1 for exact values, 0 for a constant; 0 if the returns do not vary."""
-    if len(returns_E) == 0 or (variance := float(returns_E.var())) == 0:
+    if are_equal(returns_E.tolist()):  # but for rounding: a return is advantage plus value
         return 0.0
-    return 1.0 - float((returns_E - values_E).var()) / variance
+    return 1.0 - float((returns_E - values_E).var() / returns_E.var())
 
 
 def compute_distillation_terms(tokens: TokenInputs, *, kl_coef: PositiveFloat = 1.0) -> TokenInputs:

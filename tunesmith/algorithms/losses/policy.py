@@ -276,7 +276,7 @@ def compute_sapo_losses(
     `tau_neg`: with the defaults it decays faster for A <= 0.
     """
     ratio_N = clamp_log_ratio(scores.logprobs_N - scores.old_logprobs_N).exp()
-    tau_N = torch.where(scores.advantages_N > 0, tau_pos, tau_neg)
+    tau_N = torch.full_like(ratio_N, tau_neg).masked_fill(scores.advantages_N > 0, tau_pos)
     return TokenLosses(losses_N=-scores.advantages_N * 4 / tau_N * torch.sigmoid(tau_N * (ratio_N - 1)))
 
 
