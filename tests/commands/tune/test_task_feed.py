@@ -11,6 +11,7 @@ import yaml
 
 from small_runs import build_small_run, write_splits
 from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TaskSelectorConfig
+from tunesmith.commands.tune.plan import count_refilled
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.store import load_rollouts
 from tunesmith.model.checkpoint import RUN_STATE
@@ -285,3 +286,12 @@ def test_the_recipes_difficulty_file_trains(run, data, monkeypatch, pocket_folde
     assert "experience/pass_rate_calculator/valid_ratio" in result.metrics
     saved = yaml.safe_load((result.folder / "config.yaml").read_text())
     assert saved["train_dataset"]["task_selector"]["args"]["target_reward"] == 0.8
+
+
+def test_a_refill_budget_counts_tasks_without_the_rounding_of_products():
+    assert [count_refilled(budget, batch_size=size) for budget, size in ((1.15, 20), (1.0, 3), (2.5, 3))] == [23, 3, 7]
+    for size in range(1, 200):
+        with pytest.raises(ConfigError, match="no task beyond a batch") as caught:
+            count_refilled(1 + 0.5 / size, batch_size=size)
+        enough = float(str(caught.value).split("raise it to ")[1].split()[0])
+        assert count_refilled(enough, batch_size=size) == size + 1

@@ -77,7 +77,7 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
         )
     if config.is_online:
         check_online(config, algorithm)
-    check_refill(config.experience.refill_budget, batch_size=config.algorithm.batch_size)
+    count_refilled(config.experience.refill_budget, batch_size=config.algorithm.batch_size)
     check_rollouts(config.rollout, config.experience.replay, algorithm)
     check_sampling_is_random(config.model, algorithm)
     operators = build_operators(
@@ -142,13 +142,16 @@ def check_online(config: RunConfig, algorithm: Algorithm) -> None:
             raise ConfigError(f"serve.mode=online does not work with this {knob}: {advice}")
 
 
-def check_refill(budget: float, *, batch_size: int) -> None:
-    """Raise if the refill budget does not allow a single task beyond the batch."""
-    if budget > 1 and int(budget * batch_size) == batch_size:
+def count_refilled(budget: float, *, batch_size: int) -> int:
+    """Tasks that a step may run, refills included; raises if the budget allows none beyond the batch."""
+    num_tasks = math.floor(round(budget * batch_size, 6))  # 1.15 of 20 are 23
+    if budget > 1 and num_tasks == batch_size:
+        enough = math.ceil(round(1e4 * (1 + 1 / batch_size), 6)) / 1e4
         raise ConfigError(
             f"experience.refill_budget={budget:g} allows no task beyond a batch of {batch_size}: raise it to "
-            f"{1 + 1 / batch_size:.4g} or more"
+            f"{enough:.5g} or more"
         )
+    return num_tasks
 
 
 def check_rollouts(rollout: RolloutSection, replay: ReplaySection, algorithm: Algorithm) -> None:

@@ -31,7 +31,7 @@ from tunesmith.commands.tune.checkpoints import (
     save_unfinished,
 )
 from tunesmith.commands.tune.learning_check import UpdateLog, check_reply_fits
-from tunesmith.commands.tune.plan import RunPlan, build_plan, describe_overlaps, describe_repetition
+from tunesmith.commands.tune.plan import RunPlan, build_plan, count_refilled, describe_overlaps, describe_repetition
 from tunesmith.commands.tune.ranks import (
     Rank,
     RunEnd,
@@ -270,7 +270,10 @@ def build_parts(rank: Rank, plan: RunPlan) -> StepParts:
         trainer=rank.join_trainer(trainer),
         replay=plan.replay,
         experts=plan.experts,
-        size=BatchSize(num_groups=algorithm.batch_size, max_tasks=int(experience.refill_budget * algorithm.batch_size)),
+        size=BatchSize(
+            num_groups=algorithm.batch_size,
+            max_tasks=count_refilled(experience.refill_budget, batch_size=algorithm.batch_size),
+        ),
         total_steps=plan.total_steps,
         max_failure_rate=rank.config.rollout.max_failure_rate,
         outcome_key=experience.outcome_key,
