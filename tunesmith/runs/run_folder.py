@@ -109,7 +109,6 @@ def open_run_folder(
             folder.check_config(config, mutable_keys=MUTABLE_KEYS, sources=sources)
         folder.archive = clear_later_steps(paths, folder.checkpoint, is_chosen=config.resume_from_step is not None)
         folder.begin(config.model_copy(update={"resume_from_step": None}), sources)
-        paths.error.unlink(missing_ok=True)
     except BaseException:
         folder.close()
         raise

@@ -40,14 +40,14 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
 from tunesmith.config import Section
-from tunesmith.errors import ConfigError, StorageError
+from tunesmith.errors import ConfigError, StorageError, TunesmithError
 from tunesmith.monitor.tracker import flatten
 from tunesmith.runs.load_config import dump_config, load_section
 from tunesmith.storage import (
@@ -173,12 +173,13 @@ class Workspace:
         return self.check_same(before, now, mutable_keys=mutable_keys)
 
     def begin(self, config: Section, sources: Mapping[str, str | None] | None = None) -> None:
-        """Save the settings in config.yaml and the digests of rows in sources.json, and remove what a killed process
-        left, after all checks."""
+        """Save the settings in config.yaml and the digests of rows in sources.json, and remove what a killed or failed
+        process left, after all checks."""
         save_text(self.paths.config, dump_config(config))
         if sources:
             save_json(self.paths.sources, dict(sources))
         remove_leftovers(self.root)
+        self.paths.error.unlink(missing_ok=True)
 
     def open_journal(self, path: Path, inputs: Mapping[str, Any]) -> Journal:
         """The finished parts of work from these inputs, which the file `<path>.json` holds; ConfigError for others."""
@@ -197,6 +198,17 @@ class Workspace:
         for path in (unfinished, name_inputs(unfinished)):
             with storage_errors(path, "remove"):
                 path.unlink(missing_ok=True)
+
+
+@contextmanager
+def recorded_error(paths: RunPaths, step: int) -> Iterator[None]:
+    """Within: an error that stops the run in `step` is saved in error.json."""
+    try:
+        yield
+    except TunesmithError as error:
+        with suppress(StorageError):  # the disk may be full, which the error itself says
+            save_json(paths.error, {"step": step, "error": type(error).__name__, "message": str(error)})
+        raise
 
 
 @contextmanager

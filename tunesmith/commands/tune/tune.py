@@ -67,6 +67,7 @@ from tunesmith.runs.policy import BuildModel, Policy, load_actors
 from tunesmith.runs.record import RunRecord
 from tunesmith.runs.result import TrainingResult, require_path
 from tunesmith.runs.run_folder import RunFolder, describe_interruption, open_run_folder, set_learning_rate
+from tunesmith.runs.workspace import recorded_error
 from tunesmith.storage import check_free_space, remove_tree, save_json
 from tunesmith.trainer.sharding.sharded_model import find_sharding, gather_state
 from tunesmith.types import Group, JudgeType, WorkflowType
@@ -301,8 +302,9 @@ class Training:
         check_free_space(self.folder.paths.root, num_bytes)
         evaluations: dict[str, EvaluationResult] = {}
         if first_step == 0 and rank.config.evaluation.at_start:
-            evaluations = await self.evaluate(0)
-            control.raise_error()
+            with recorded_error(self.folder.paths, 0):
+                evaluations = await self.evaluate(0)
+                control.raise_error()
         with StopAfterStep() as stop:
             result = await self.run_steps(first_step, timed_steps, evaluations, stop)
             return RunEnd(result=result, signal_number=stop.signal_number)
@@ -323,21 +325,22 @@ class Training:
         saved_at, is_interrupted = time.monotonic(), False
         while step < self.plan.total_steps and control.stop is None and not is_interrupted:
             step += 1
-            result = await self.run_saved_step(step)
-            metrics = result.metrics
-            updates.add(step, metrics, result.batch.collected)
-            monitor.log(step, "train", metrics)
-            self.show_failures(result.batch.collected)
-            await control.end_step(step, result)
-            if control.is_last(step) or is_due(step, config.evaluation.interval_steps):
-                evaluations = await self.evaluate(step) or evaluations
-            is_interrupted = stop.signal_number is not None
-            is_kept = control.is_saved(step) or is_due(step, config.save_interval_steps) or is_interrupted
-            age_s = time.monotonic() - saved_at
-            if is_kept or (config.save_interval_s is not None and age_s >= config.save_interval_s):
-                await self.save(step, replaced_steps=timed_steps, is_timed=not is_kept)
-                saved_at, timed_steps = time.monotonic(), [] if is_kept else [step]
-            control.raise_error()
+            with recorded_error(self.folder.paths, step):
+                result = await self.run_saved_step(step)
+                metrics = result.metrics
+                updates.add(step, metrics, result.batch.collected)
+                monitor.log(step, "train", metrics)
+                self.show_failures(result.batch.collected)
+                await control.end_step(step, result)
+                if control.is_last(step) or is_due(step, config.evaluation.interval_steps):
+                    evaluations = await self.evaluate(step) or evaluations
+                is_interrupted = stop.signal_number is not None
+                is_kept = control.is_saved(step) or is_due(step, config.save_interval_steps) or is_interrupted
+                age_s = time.monotonic() - saved_at
+                if is_kept or (config.save_interval_s is not None and age_s >= config.save_interval_s):
+                    await self.save(step, replaced_steps=timed_steps, is_timed=not is_kept)
+                    saved_at, timed_steps = time.monotonic(), [] if is_kept else [step]
+                control.raise_error()
         updates.close(has_new_weights=trainer.compute_checksum() != checksum)
         if (ending := control.save_ending(step, first_step=first_step)) is not None:
             monitor.show_line(ending)
@@ -375,9 +378,8 @@ class Training:
         path = paths.rollouts(step)
         try:
             result = await run_step(self.parts, step=step, progress=progress, record=partial(save_rollouts, path))
-        except TunesmithError as error:
+        except TunesmithError:
             save_unfinished(path, progress.finished)
-            save_json(paths.error, {"step": step, "error": type(error).__name__, "message": str(error)})
             raise
         self.parts.tasks.save_selection(paths.selection(step))
         return result
