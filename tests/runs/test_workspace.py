@@ -161,6 +161,15 @@ def test_a_journal_on_a_full_disk_keeps_whole_rows(tmp_path):
     assert Journal(path).rows == ["first", "third"]
 
 
+def test_what_a_kill_in_the_first_write_left_is_no_file_of_others(tmp_path):
+    for name in ("config.yaml.tmp-1", "rows.part.json.tmp-1"):
+        (tmp_path / name).write_text("")
+    Workspace(tmp_path).check_unused()
+    with Workspace(tmp_path / "rows", is_whole=True) as workspace:
+        workspace.open_journal(tmp_path / "rows.part", {"seed": 0})
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml.tmp-1", "rows.part.json"}
+
+
 def test_a_journal_waits_for_the_row_that_another_process_appends(tmp_path):
     path = tmp_path / "rows"
     path.write_text("1\n")

@@ -52,6 +52,7 @@ from tunesmith.monitor.tracker import flatten
 from tunesmith.runs.load_config import dump_config, load_section
 from tunesmith.storage import (
     DONE,
+    TEMPORARY,
     Journal,
     RunPaths,
     check_complete,
@@ -122,11 +123,14 @@ class Workspace:
         check_complete(self.root)
         return record
 
-    def check_unused(self, what: str = "other files") -> None:
-        """Raise StorageError if there are files other than the lock."""
+    def list_files(self) -> list[str]:
+        """Names in the folder, or that of a file in its place, less the lock and what killed writes left."""
         found = self.root.iterdir() if self.root.is_dir() else filter(Path.exists, [self.root])
-        names = sorted(path.name for path in found if path != self.paths.lock)
-        if names:
+        return sorted(path.name for path in found if path != self.paths.lock and not TEMPORARY.search(path.name))
+
+    def check_unused(self, what: str = "other files") -> None:
+        """Raise StorageError if there are files."""
+        if names := self.list_files():
             listed = ", ".join(names[:3])
             raise StorageError(f"{self.root} already holds {what} ({listed}): choose another folder, or remove it")
 
@@ -184,6 +188,7 @@ class Workspace:
     def open_journal(self, path: Path, inputs: Mapping[str, Any]) -> Journal:
         """The finished parts of work from these inputs, which the file `<path>.json` holds; ConfigError for others."""
         record = name_inputs(path)
+        remove_leftovers(record.parent, record.name)
         if not path.exists():
             save_json(record, dict(inputs))
         elif record.exists():  # earlier versions wrote none

@@ -266,6 +266,17 @@ def test_a_killed_evaluation_resumes_with_the_models_not_yet_evaluated(workplace
     assert read_outcomes(workplace / "killed") == read_outcomes(workplace / "whole")
 
 
+def test_what_a_killed_evaluation_left_is_removed_and_files_of_others_are_not(workplace):
+    out, left = workplace / "out", ("comparison.json.tmp-1", "comparison.md.tmp-1", "comparison.png.tmp-1")
+    (out / "parts.tmp-1").mkdir(parents=True)
+    for name in (*left, "parts.tmp-1/a.json", "rates.jsonl.tmp-1"):
+        (out / name).write_text("")
+    run_eval("eval.yaml", "--out", "out")
+    assert {path.name for path in out.iterdir()} == {
+        "comparison.json", "comparison.md", "rates.jsonl.tmp-1", "run.lock"
+    }  # fmt: skip
+
+
 def test_tasks_that_change_after_a_kill_are_evaluated_again(workplace):
     (workplace / "stop").write_text("two")
     run_eval("eval.yaml", "--out", "killed", expected_status=130)

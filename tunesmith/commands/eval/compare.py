@@ -47,7 +47,7 @@ from tunesmith.runs.policy import BuildModel, Policy, check_auxiliary, load_acto
 from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.runs.trained_model import find_model_folder
 from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
-from tunesmith.storage import load_json, remove_tree, save_json, save_text
+from tunesmith.storage import load_json, remove_leftovers, remove_tree, save_json, save_text
 from tunesmith.types import Group, JudgeType, Task, WorkflowType
 
 LABEL = re.compile(r"[^|\n]*[^|\s]")
@@ -105,6 +105,8 @@ def run_eval(
     load = partial(load_actors, workflow=workflow, judge=judge, build_model=build_model)
     progress = ConsoleProgress(total_steps=len(models) * len(sets), has_progress=run.monitor.has_progress)
     with nullcontext() if out is None else Workspace(out), closing(progress):
+        if out is not None:
+            remove_leftovers(out, JSON_FILE, TABLE_FILE, PLOT_FILE, PARTS)
         for number, (label, path) in enumerate(models.items()):
             evaluated = evaluate_model(
                 with_model_path(run, path), sets, load, out=out, label=label, progress=progress,

@@ -98,8 +98,8 @@ def run_stages(config: PipelineConfig, *, choose_model: ChooseModel, selection: 
             if folder.find_state(stage) == "done" and not selection.is_rerun:
                 screen.show_line(f"{title}: already done, skipped")
                 continue
-            screen.show_line(f"{title}: {begin_stage(stage, folder, is_rerun=selection.is_rerun)}")
             settings = stage.resolve(partial(resolve_reference, folder=folder, stage_name=stage.name))
+            screen.show_line(f"{title}: {begin_stage(stage, folder, is_rerun=selection.is_rerun)}")
             out_dir, started = folder.root / stage.name, time.monotonic()
             try:
                 result = run_stage(stage.kind, settings, out_dir=out_dir, choose_model=choose_model)
