@@ -283,9 +283,12 @@ def test_a_failed_or_killed_stage_is_resumed_in_its_folder(workdir):
     assert "not now" in run(expected_status=1)
     assert run("--check").strip() == "fill: unfinished, will be resumed"
     (workdir / "fail").unlink()
-    folder = PipelineFolder(workdir / "out")
+    folder, left = PipelineFolder(workdir / "out"), ("report.md.tmp-1", "stages/fill/DONE.json.tmp-1")
     folder.begin(*plan_stages(load_pipeline("pipeline.yaml")))  # the record that a killed attempt leaves
+    for name in left:
+        (folder.root / name).write_text("")
     assert read_messages(run()) == {"fill": ["resumed", "done"]}
+    assert not any((folder.root / name).exists() for name in left)
     done = folder.load_done("fill")
     assert (done.num_attempts, done.num_killed) == (3, 1)
     assert "in 3 attempts; the time of 1 killed is not included" in (workdir / "out/report.md").read_text()

@@ -92,6 +92,7 @@ def run_stages(config: PipelineConfig, *, choose_model: ChooseModel, selection: 
     screen = ConsoleProgress()
     check_selected(stages, selected, folder, is_rerun=selection.is_rerun)
     with Workspace(folder.root):
+        folder.remove_leftovers()
         save_text(folder.root / CONFIG_FILE, dump_config(config))
         for stage in selected:
             title = f"stage {[each.name for each in stages].index(stage.name) + 1}/{len(stages)} {stage.name}"
