@@ -89,7 +89,11 @@ def collect(
     settings = config.model_dump(mode="json", include=set(OWN_SETTINGS))
     for key in ("base_url", "api_key_env") if config.teacher is not None else ():
         del settings["teacher"][key]  # a server may have moved
-    inputs: dict[str, Any] = {"settings": settings, "sources": {"train_dataset": digest_rows(describe_rows(rows))}}
+    inputs: dict[str, Any] = {
+        "settings": settings,
+        "sources": {"train_dataset": digest_rows(describe_rows(rows))},
+        "algorithm": {"batch_size": config.algorithm.batch_size},
+    }
     if config.teacher is None:
         inputs["weights"] = describe_weights(config.model.path)
     with open_part(out, inputs) as journal:

@@ -293,7 +293,7 @@ def prepare_folder(
         "num_steps": dict(sorted(Counter(str(row["num_steps"]) for row in train).items())),
         **report,
     }
-    with new_folder(workspace.root, {"settings_hash": hash_json(inputs["settings"]), **inputs}) as temporary:
+    with new_folder(workspace.root, inputs) as temporary:
         write_rows(temporary / TRAIN, train)
         if evaluation is not None:
             write_rows(temporary / EVALUATION, (each.build_row(settings.style) for each in evaluation))

@@ -32,16 +32,7 @@ from tunesmith.monitor.metric_table import MetricTable
 from tunesmith.runs.record import RunRecord
 from tunesmith.runs.result import ModelResult, require_path
 from tunesmith.runs.workspace import find_changes, is_mutable_key, name_aside
-from tunesmith.storage import (
-    DONE,
-    check_complete,
-    load_json,
-    remove_leftovers,
-    remove_tree,
-    save_json,
-    save_text,
-    storage_errors,
-)
+from tunesmith.storage import DONE, check_complete, load_json, remove_tree, save_json, save_text, storage_errors
 
 CONFIG_FILE, REPORT_TABLE, REPORT_JSON = "pipeline.yaml", "report.md", "report.json"
 STATES = "stages"
@@ -104,11 +95,6 @@ class PipelineFolder:
     """Files and stage records of one pipeline."""
 
     root: Path
-
-    def remove_leftovers(self) -> None:
-        """Remove what killed commands left beside the report and the records of stages; hold the pipeline's lock."""
-        for folder in (self.root, *(self.root / STATES).glob("*")):
-            remove_leftovers(folder)
 
     def load_start(self, name: str) -> StartRecord | None:
         return load_record(StartRecord, self.root / STATES / name / START)
