@@ -46,7 +46,7 @@ from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, Policy, check_auxiliary, load_actors
 from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.runs.trained_model import find_model_folder
-from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
+from tunesmith.runs.workspace import Workspace, check_same, compute_digest, describe_rows
 from tunesmith.storage import load_json, remove_leftovers, remove_tree, save_json, save_text
 from tunesmith.types import Group, JudgeType, Task, WorkflowType
 
@@ -200,7 +200,7 @@ def check_output_folder(out: Path | None, models: Mapping[str, str]) -> None:
         return
     for set_comparison in load_json(out / JSON_FILE).values():
         compared = {label: result["path"] for label, result in set_comparison["models"].items()}
-        Workspace(out).check_same({"models": compared}, {"models": models})
+        check_same(out, {"models": compared}, {"models": models})
 
 
 def find_partial_file(out: Path | None, config: RunConfig, name: str, tasks: Sequence[Task]) -> Path | None:

@@ -45,8 +45,8 @@ from tunesmith.model.load import check_section, load_tokenizer
 from tunesmith.model.source.fingerprint import describe_weights
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.runs.result import Result
-from tunesmith.runs.workspace import Workspace
-from tunesmith.storage import load_json, load_json_lines, new_folder, save_json, storage_errors
+from tunesmith.runs.workspace import Workspace, check_same
+from tunesmith.storage import load_json, load_json_lines, new_folder, remove_tree, save_json, storage_errors
 from tunesmith.tasks.data_path import FORMATS
 from tunesmith.tasks.load import check_required_fields, load_rows, write_rows
 
@@ -137,7 +137,7 @@ def measure_model(
     questions, out = work / f"{name}-{key[:16]}.questions.jsonl", work / f"{name}-{key[:16]}.jsonl"
     weights, record = {"weights": describe_weights(model.path)}, work / f"{name}-{key[:16]}.weights.json"
     if record.is_file():  # a model that was trained again has the same name
-        Workspace(out, is_whole=True).check_same(load_json(record), weights)
+        check_same(out, load_json(record), weights)
     else:
         save_json(record, weights)
     if not out.is_file():
@@ -300,7 +300,7 @@ def prepare_folder(
         if (work / PARAPHRASES).is_file():
             shutil.copyfile(work / PARAPHRASES, temporary / PARAPHRASES)
         save_json(temporary / REPORT, content)
-    workspace.remove(work)
+    remove_tree(work)
 
 
 def check_settings(settings: PrepareSection) -> ConversationReader | None:

@@ -61,6 +61,7 @@ from tunesmith.storage import (
     new_folder,
     parse_checkpoint_step,
     remove_leftovers,
+    remove_tree,
 )
 from tunesmith.trainer.trainer import Trainer
 
@@ -373,7 +374,8 @@ def resume_training(workspace: Workspace, config: OfflineConfig, sources: Mappin
     mutable_keys = MUTABLE_KEYS if checkpoint is not None else (*type(config).model_fields, "sources")
     workspace.check_config(config, mutable_keys=mutable_keys, sources=sources)
     workspace.begin(config, sources)
-    workspace.remove(workspace.root / MODEL)
+    if (model := workspace.root / MODEL).is_dir():
+        remove_tree(model)
     return checkpoint
 
 
