@@ -108,11 +108,6 @@ def find_checkpoints(run_root: Path) -> list[Path]:
     return sorted(found, key=parse_checkpoint_step)
 
 
-def find_last_checkpoint(run_root: Path) -> Path | None:
-    """The newest committed checkpoint of a run, or None."""
-    return next(reversed(find_checkpoints(run_root)), None)
-
-
 @contextmanager
 def locked(path: Path, root: Path) -> Iterator[None]:
     """Hold the lock file `path`, which stands for `root`; StorageError if another process holds it."""

@@ -8,7 +8,7 @@ after its last complete batch. With `tool_keys`, rows also get the outcome and t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +76,12 @@ def measure_pass_rates(
     )
     tasks = rows[:max_tasks]
     check_section(config.model)
-    inputs = describe_inputs(config, rows, num_runs=num_runs, tool_keys=tool_keys)
+    settings = config.model_dump(mode="json", include=set(SETTINGS))
+    more = {"outcome_key": config.experience.outcome_key, "num_runs": num_runs, "tool_keys": list(tool_keys)}
+    weights = describe_weights(config.model.path)
+    # earlier versions saved nothing but this digest
+    digest = compute_digest([settings, weights, describe_rows(rows), *more.values()])
+    inputs = {"digest": digest, **describe_inputs(config, rows, settings=settings | more, weights=weights)}
     with open_part(out, inputs) as journal:
         num_done = sum(map(len, journal.rows))
         if num_done > len(tasks):
@@ -115,17 +120,13 @@ async def run_batches(
 
 
 def describe_inputs(
-    config: RunConfig, rows: Sequence[Task], *, num_runs: int, tool_keys: Sequence[str]
+    config: RunConfig, rows: Sequence[Task], *, settings: Mapping[str, Any], weights: Any
 ) -> dict[str, Any]:
-    """What the numbers depend on, and a digest of it in the form of earlier versions, which saved nothing else."""
-    settings = config.model_dump(mode="json", include=set(SETTINGS))
-    more = {"outcome_key": config.experience.outcome_key, "num_runs": num_runs, "tool_keys": list(tool_keys)}
-    weights, described = describe_weights(config.model.path), describe_rows(rows)
+    """What the rollouts of batches depend on."""
     return {
-        "digest": compute_digest([settings, weights, described, *more.values()]),
-        "settings": settings | more,
+        "settings": settings,
         "weights": weights,
-        "sources": {"train_dataset": digest_rows(described)},
+        "sources": {"train_dataset": digest_rows(describe_rows(rows))},
         "algorithm": {"batch_size": config.algorithm.batch_size},  # seeds depend on where a batch starts
     }
 

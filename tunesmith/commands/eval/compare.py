@@ -35,7 +35,7 @@ from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_run
 from tunesmith.config import EvalConfig, RunConfig
 from tunesmith.config.run import AGENTSCOPE_PROJECT
 from tunesmith.engine.event_loop.clock import run_lockstep
-from tunesmith.errors import ConfigError, errors_of
+from tunesmith.errors import ConfigError, StorageError, errors_of
 from tunesmith.judges.tir import describe_scorers
 from tunesmith.model.load import check_section
 from tunesmith.model.source.fingerprint import describe_weights
@@ -198,9 +198,12 @@ def check_output_folder(out: Path | None, models: Mapping[str, str]) -> None:
     """Raise ConfigError when the folder holds a comparison of other models; one of the same models is overwritten."""
     if out is None or not (out / JSON_FILE).exists():
         return
-    for set_comparison in load_json(out / JSON_FILE).values():
-        compared = {label: result["path"] for label, result in set_comparison["models"].items()}
-        check_same(out, {"models": compared}, {"models": models})
+    try:
+        results = [result for each in load_json(out / JSON_FILE).values() for result in each["models"].items()]
+        compared = {label: result["path"] for label, result in results}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise StorageError(f"{out / JSON_FILE} is no comparison of models: choose another folder") from error
+    check_same(out, {"models": compared}, {"models": models})
 
 
 def find_partial_file(out: Path | None, config: RunConfig, name: str, tasks: Sequence[Task]) -> Path | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,7 @@ from tunesmith.storage import (
     remove_tree,
 )
 from tunesmith.trainer.trainer import Trainer
+from tunesmith.types import Sample
 
 MUTABLE_KEYS = ("save_interval_steps", "save_interval_s", "keep_checkpoints", "monitor", *SPEED_KEYS)
 """Keys that may change when training is resumed."""
@@ -91,6 +92,8 @@ class OfflineResult(TrainingResult):
     """Trained tokens in one epoch."""
     stop_reason: str | None = None
     """Why the training ended before its last step; None if it did not."""
+    total_trained_tokens: int | None = None
+    """Trained tokens of all steps; None in folders of earlier versions."""
 
     @property
     def run_folder(self) -> Path:
@@ -322,9 +325,15 @@ def summarize_training(plan: OfflinePlan, progress: OfflineProgress) -> dict[str
         "num_rows": count_rows(plan.samples),
         "num_eval_rows": count_rows(plan.eval_samples),
         "num_dropped_rows": plan.num_dropped_rows,
-        "num_trained_tokens": sum(sum(sample.is_sampled) for sample in plan.samples),
+        "num_trained_tokens": count_trained_tokens(plan.samples),
         "stop_reason": progress.stop_reason,
+        "total_trained_tokens": sum(map(count_trained_tokens, plan.batches[: progress.step])),
     }
+
+
+def count_trained_tokens(samples: Sequence[Sample]) -> int:
+    """Tokens with a gradient; probes have none."""
+    return sum(sum(sample.is_sampled) for sample in samples if any(sample.advantages))
 
 
 def check_stage(config: OfflineConfig) -> None:
@@ -345,7 +354,7 @@ def run_stage(config: SftConfig | PreferenceConfig, *, out_dir: Path, choose_mod
     }
     return StageResult(
         model=result.folder,
-        tokens=int(sum(value for _, value in result.history.collect_points("train/num_trained_tokens"))),
+        tokens=result.total_trained_tokens,
         device=describe_device(config.model.device, config.num_cpu_threads),
         figures={name: figure for name, figure in figures.items() if figure is not None},
     )
