@@ -295,8 +295,8 @@ class Training:
         first_step, timed_steps = restore(self.folder, self.rank.policy, self.parts)
         self.show_notes(first_step)
         control.replay(committed_step=first_step)
-        # first what a killed run has replaced and not removed, as the next checkpoint may need the space
-        self.remove_replaced([step for step in timed_steps if step != first_step])
+        if first_step:  # first what a killed run has not tidied up, as the next checkpoint may need the space
+            self.tidy_up(first_step, [step for step in timed_steps if step != first_step])
         rank = self.rank
         num_bytes = count_checkpoint_bytes(rank.policy, self.parts.trainer.trainer, rank.roles.trainers)
         check_free_space(self.folder.paths.root, num_bytes)
@@ -417,24 +417,25 @@ class Training:
         await self.control.end_checkpoint(step)
 
     def commit(self, run_state: Mapping[str, Any], replaced_steps: Sequence[int]) -> None:
-        """Save a checkpoint, then merge files of committed steps and remove old checkpoints."""
-        paths, model, step = self.folder.paths, self.rank.policy.model, run_state["step"]
+        """Save a checkpoint, then tidy up."""
+        model, step = self.rank.policy.model, run_state["step"]
         save_checkpoint(
-            paths.checkpoint(step),
+            self.folder.paths.checkpoint(step),
             model,
             self.rank.policy.tokenizer,
             weights=None if find_sharding(model) is None else gather_state(model),
             trainer_state=self.parts.trainer.trainer.state_dict(),
             run_state=run_state,
         )
+        self.tidy_up(step, replaced_steps)
+
+    def tidy_up(self, step: int, replaced_steps: Sequence[int]) -> None:
+        """After the checkpoint of `step`: merge files of committed steps, and remove the checkpoints of
+        `replaced_steps` and all but `keep_checkpoints`; the best one stays."""
+        paths, num_kept = self.folder.paths, self.rank.config.keep_checkpoints
         save_json(paths.last_commit, {"step": step})
         merge_steps(paths, committed_step=step, steps_per_file=self.rank.config.steps_per_file)
         self.control.save_best()
-        self.remove_replaced(replaced_steps)
-
-    def remove_replaced(self, replaced_steps: Sequence[int]) -> None:
-        """Remove the checkpoints of `replaced_steps` and all but `keep_checkpoints`; the best one stays."""
-        paths, num_kept = self.folder.paths, self.rank.config.keep_checkpoints
         best_step = None if self.control.best is None else self.control.best.step
         for each in replaced_steps:
             if each != best_step and paths.checkpoint(each).is_dir():
