@@ -54,12 +54,6 @@ NO_LIMIT = 2**62
 PASS_RATE_SUFFIX = "_pass_rate"
 
 
-def hash_json(value: Any) -> str:
-    """SHA-256 of a value's canonical JSON; names of files in existing work folders are made of it."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
-
-
 def drop_long_rows(
     candidates: Sequence[RowCandidate],
     section: TokensSection,
@@ -131,11 +125,11 @@ def measure_model(
         for index, candidate in enumerate(candidates)
     ]
     model = section.models[name]
-    key = hash_json(
-        [rows, section.model_dump(mode="json", exclude={"models"}), model.model_dump(mode="json"), settings.seed]
-    )
-    questions, out = work / f"{name}-{key[:16]}.questions.jsonl", work / f"{name}-{key[:16]}.jsonl"
-    weights, record = {"weights": describe_weights(model.path)}, work / f"{name}-{key[:16]}.weights.json"
+    inputs = [rows, section.model_dump(mode="json", exclude={"models"}), model.model_dump(mode="json"), settings.seed]
+    text = json.dumps(inputs, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    stem = f"{name}-{hashlib.sha256(text.encode(errors='backslashreplace')).hexdigest()[:16]}"
+    questions, out = work / f"{stem}.questions.jsonl", work / f"{stem}.jsonl"
+    weights, record = {"weights": describe_weights(model.path)}, work / f"{stem}.weights.json"
     if record.is_file():  # a model that was trained again has the same name
         check_same(out, load_json(record), weights)
     else:

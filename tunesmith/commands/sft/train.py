@@ -216,7 +216,7 @@ class OfflineTraining:
             monitor.show_line(f"{plan.num_dropped_rows} rows are longer than model.max_model_len and were dropped")
         batches, epochs = plan.batches, plan.progress
         has_ended = progress.step == len(batches) or progress.stop_reason is not None
-        saved_at, max_age_s = time.monotonic(), self.config.save_interval_s
+        saved_at, max_age_s = time.monotonic(), self.config.save_interval_s or math.inf
         is_interrupted = stop.signal_number is not None
         while not has_ended and not is_interrupted:
             step = progress.step + 1
@@ -235,7 +235,7 @@ class OfflineTraining:
                     monitor.show_line(f"ended early, after step {step} of {len(batches)}: {progress.stop_reason}")
                 has_ended = is_last or progress.stop_reason is not None
                 is_interrupted = stop.signal_number is not None
-                is_old = max_age_s is not None and time.monotonic() - saved_at >= max_age_s
+                is_old = time.monotonic() - saved_at >= max_age_s
                 is_due = is_old or is_best or step % self.config.save_interval_steps == 0
                 if is_interrupted or (self.config.keep_checkpoints is not None if has_ended else is_due):
                     self.commit()

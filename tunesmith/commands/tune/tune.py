@@ -6,6 +6,7 @@ committed. A stage of a pipeline is such a run in the folder of the stage.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -322,7 +323,7 @@ class Training:
         step = first_step
         metrics: dict[str, float] = {}
         updates, checksum = UpdateLog(monitor.show_line, config.trainer), trainer.compute_checksum()
-        saved_at, is_interrupted = time.monotonic(), False
+        saved_at, max_age_s, is_interrupted = time.monotonic(), config.save_interval_s or math.inf, False
         while step < self.plan.total_steps and control.stop is None and not is_interrupted:
             step += 1
             with recorded_error(self.folder.paths, step):
@@ -336,8 +337,7 @@ class Training:
                     evaluations = await self.evaluate(step) or evaluations
                 is_interrupted = stop.signal_number is not None
                 is_kept = control.is_saved(step) or is_due(step, config.save_interval_steps) or is_interrupted
-                age_s = time.monotonic() - saved_at
-                if is_kept or (config.save_interval_s is not None and age_s >= config.save_interval_s):
+                if is_kept or time.monotonic() - saved_at >= max_age_s:
                     await self.save(step, replaced_steps=timed_steps, is_timed=not is_kept)
                     saved_at, timed_steps = time.monotonic(), [] if is_kept else [step]
                 control.raise_error()
