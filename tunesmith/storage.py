@@ -108,11 +108,6 @@ def find_checkpoints(run_root: Path) -> list[Path]:
     return sorted(found, key=parse_checkpoint_step)
 
 
-def find_last_checkpoint(run_root: Path) -> Path | None:
-    """The newest committed checkpoint of a run, or None."""
-    return next(reversed(find_checkpoints(run_root)), None)
-
-
 @contextmanager
 def locked(path: Path, root: Path) -> Iterator[None]:
     """Hold the lock file `path`, which stands for `root`; StorageError if another process holds it."""
@@ -128,7 +123,7 @@ def locked_beside(root: Path) -> Iterator[None]:
     """Hold `<root>.lock` while `root`, which appears by one rename, is made; removes what killed writes of it left."""
     path = root.with_name(f"{root.name}.lock")
     with locked(path, root):
-        remove_leftovers(root.parent, name=root.name)
+        remove_leftovers(root.parent, root.name)
         try:
             yield
         finally:
@@ -319,11 +314,11 @@ def check_sizes(folder: Path) -> dict[str, Any]:
     return record
 
 
-def remove_leftovers(folder: Path, *, name: str | None = None) -> None:
-    """Remove what killed writes left in a folder: all temporary files, or those of the one `name`; hold its lock."""
+def remove_leftovers(folder: Path, *names: str) -> None:
+    """Remove what killed writes left in a folder: all temporary files, or those of these `names`; hold their lock."""
     for path in folder.iterdir():
         found = TEMPORARY.search(path.name)
-        if found is not None and name in (None, path.name[: found.start()]):
+        if found is not None and (not names or path.name[: found.start()] in names):
             with storage_errors(path, "remove"):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 

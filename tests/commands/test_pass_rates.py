@@ -12,7 +12,7 @@ from tunesmith.commands.pass_rate import measure_pass_rates
 from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError, DataError, StorageError
 from tunesmith.rollout.chat_model import ChatModel
-from tunesmith.runs.load_config import load_section
+from tunesmith.runs.load_config import change_section, load_section
 from tunesmith.runs.workspace import Workspace
 
 
@@ -41,9 +41,9 @@ def measure(tmp_path, pocket_folder):
         ],
     )  # fmt: skip
 
-    def call(field="rate", out="out.jsonl", workflow=ask, num_runs=2, max_tasks=None):
+    def call(field="rate", out="out.jsonl", workflow=ask, num_runs=2, max_tasks=None, overrides=()):
         return measure_pass_rates(
-            config, workflow=workflow, judge=judge, build_model=ChatModel,
+            change_section(config, overrides), workflow=workflow, judge=judge, build_model=ChatModel,
             field=field, num_runs=num_runs, out=tmp_path / out, max_tasks=max_tasks,
         )  # fmt: skip
 
@@ -92,6 +92,8 @@ def test_a_killed_measurement_is_not_continued_with_other_settings_or_tasks(meas
     assert len(read(tmp_path / "out.jsonl.part")) == 1
     with pytest.raises(ConfigError, match=r"part was made with other settings: num_runs was 2, is 3\. Restore them"):
         measure(num_runs=3)
+    with pytest.raises(ConfigError, match=r"part was made with other settings: algorithm\.batch_size was 2, is 3\. "):
+        measure(overrides=["algorithm.batch_size=3"])
     with pytest.raises(ConfigError, match="has 2 measured tasks, more than max_tasks=1"):
         measure(max_tasks=1)
     train = tmp_path / "train.jsonl"
@@ -119,6 +121,3 @@ def test_existing_fields_and_files_are_not_overwritten(measure, tmp_path):
     (tmp_path / "out.jsonl").write_text("")
     with pytest.raises(ConfigError, match="already exists"):
         measure()
-    (tmp_path / "other.jsonl.part").write_text("[[0, 0.5]]\n[[1, 0.5]]\n")
-    with pytest.raises(ConfigError, match="another algorithm.batch_size"):
-        measure(out="other.jsonl")

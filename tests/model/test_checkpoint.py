@@ -29,7 +29,7 @@ from tiny_models import FreshConfigs
 from tunesmith.errors import StorageError
 from tunesmith.model.checkpoint import load_checkpoint, remove_old_checkpoints, save_checkpoint
 from tunesmith.model.forward.attention import use_plan_attention
-from tunesmith.storage import find_checkpoints, find_last_checkpoint, remove_leftovers
+from tunesmith.storage import find_checkpoints, remove_leftovers
 
 SIZES = {
     "vocab_size": 32,
@@ -137,14 +137,13 @@ def test_trainer_and_run_state_round_trip(tmp_path):
 
 
 def test_the_last_checkpoint_is_the_highest_committed_step(tmp_path):
-    assert find_last_checkpoint(tmp_path) is None
-    assert find_last_checkpoint(tmp_path / "none") is None
+    assert find_checkpoints(tmp_path) == find_checkpoints(tmp_path / "none") == []
     for step in (9, 10, 2):
         save(tmp_path / f"global_step_{step}", build_model())
     (tmp_path / "global_step_11").mkdir()
     (tmp_path / "global_step_12.tmp-5").mkdir()
     (tmp_path / "global_step_12.tmp-5" / "DONE.json").write_text("{}")
-    assert find_last_checkpoint(tmp_path) == tmp_path / "global_step_10"
+    assert find_checkpoints(tmp_path)[-1] == tmp_path / "global_step_10"
     remove_old_checkpoints(tmp_path, num_kept=2)
     assert [path.name for path in find_checkpoints(tmp_path)] == ["global_step_9", "global_step_10"]
     (tmp_path / "best.tmp-5").symlink_to("global_step_9")
@@ -214,7 +213,7 @@ def fill(model: PreTrainedModel, value: float) -> PreTrainedModel:
 
 def check_survivor(root: Path) -> int:
     """The last committed step (0: none), after checking that it loads and that the rest are temporary leftovers."""
-    last = find_last_checkpoint(root)
+    last = next(reversed(find_checkpoints(root)), None)
     remove_leftovers(root)
     assert all((path / "DONE.json").is_file() for path in root.iterdir())
     if last is None:

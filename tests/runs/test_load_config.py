@@ -81,6 +81,13 @@ def test_environment_variables_and_other_keys_are_interpolated(tmp_path, monkeyp
     assert (config.model.path, config.project, config.name) == ("from/env", "y", "y")
 
 
+def test_an_override_is_interpolated_with_the_file(tmp_path):
+    path = write(tmp_path, "model: {path: m}\nproject: y\n")
+    assert load_section(RunConfig, path, ["name=${project}-2", "model.path=${name}/m"]).model.path == "y-2/m"
+    with pytest.raises(ConfigError, match=r"^name: Interpolation key 'none' not found$"):
+        load_section(RunConfig, path, ["name=${none}"])
+
+
 def test_an_unset_variable_is_named(tmp_path):
     path = write(tmp_path, "model: {path: '${oc.env:TUNESMITH_TEST_NONE}'}\n")
     with pytest.raises(ConfigError, match=r"^model\.path: Environment variable 'TUNESMITH_TEST_NONE' not found$"):

@@ -80,6 +80,14 @@ def test_resuming_needs_a_name(tmp_path):
         resolve_run_root(build_config(tmp_path, name=None, continue_from_checkpoint=True))
 
 
+def test_what_a_kill_in_the_first_write_left_does_not_use_the_name(tmp_path):
+    root = resolve_run_root(build_config(tmp_path))
+    root.mkdir(parents=True)
+    (root / "config.yaml.tmp-1").write_text("")
+    with open_run_folder(build_config(tmp_path)) as run:
+        assert {path.name for path in run.root.iterdir()} == {"config.yaml", "run.lock"}
+
+
 def test_a_folder_with_a_run_is_refused_and_left_alone(tmp_path):
     with open_run_folder(build_config(tmp_path)) as run:
         log_steps(run.paths, 1)

@@ -13,25 +13,28 @@ import pytest
 
 from fakes import full_disk
 from tunesmith.errors import ConfigError, StorageError
-from tunesmith.runs.workspace import Workspace, compute_digest, digest_rows, name_aside
+from tunesmith.runs.workspace import Workspace, check_same, compute_digest, digest_rows, name_aside, open_part
 from tunesmith.storage import Journal, load_json, new_folder, save_json, save_text
 
 INPUTS = {"settings": {"seed": 0, "model": {"path": "m"}}, "rows": compute_digest([1, 2])}
 
 
 def measure(root, inputs, *, num_parts=3):
-    """The worked example of the module: squares of the rows."""
+    """A result that is a folder: squares of the rows."""
     workspace = Workspace(root, is_whole=True)
     if (record := workspace.find_result(inputs)) is not None:
         return record
-    with workspace:
-        journal = workspace.open_journal(root.with_name("out.part"), inputs)
+    with workspace, new_folder(root, inputs) as folder:
+        save_json(folder / "values.json", [row * row for row in range(num_parts)])
+    return workspace.find_result(inputs)
+
+
+def measure_file(out, inputs, *, num_parts=3):
+    """The worked example of the module."""
+    with open_part(out, inputs) as journal:
         for row in range(len(journal.rows), num_parts):
             journal.append(row * row)
-        with new_folder(root, inputs) as folder:
-            save_json(folder / "values.json", [*journal.rows, "then new ones"])
-        workspace.remove(journal.path)
-    return workspace.find_result(inputs)
+        save_json(out, [*journal.rows, "then new ones"])
 
 
 def test_a_result_is_made_once_and_leaves_nothing_else(tmp_path):
@@ -43,13 +46,18 @@ def test_a_result_is_made_once_and_leaves_nothing_else(tmp_path):
 
 
 def test_finished_parts_are_not_repeated_and_a_half_written_one_is(tmp_path):
-    workspace = Workspace(tmp_path / "out", is_whole=True)
-    with workspace:
-        workspace.open_journal(tmp_path / "out.part", INPUTS).append(70, 71)
+    with pytest.raises(KeyboardInterrupt), open_part(tmp_path / "out", INPUTS) as journal:
+        journal.append(70, 71)
+        raise KeyboardInterrupt
+    assert {path.name for path in tmp_path.iterdir()} == {"out.part", "out.part.json"}
     with (tmp_path / "out.part").open("a") as file:
         file.write("7")
-    measure(tmp_path / "out", INPUTS)
-    assert load_json(tmp_path / "out/values.json") == [70, 71, "then new ones"]
+    (tmp_path / "out.part.json.tmp-1").write_text("")
+    measure_file(tmp_path / "out", INPUTS)
+    assert load_json(tmp_path / "out") == [70, 71, "then new ones"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    with pytest.raises(ConfigError, match="out already exists; choose another file"):
+        measure_file(tmp_path / "out", INPUTS)
 
 
 def test_other_inputs_are_refused_by_name_before_and_after_the_end(tmp_path):
@@ -58,11 +66,11 @@ def test_other_inputs_are_refused_by_name_before_and_after_the_end(tmp_path):
         "was made with other settings: the content of rows changed; model.path was 'm', is 'n'; seed was 0, is 1. "
         "Restore them, or choose another output"
     )
-    workspace = Workspace(tmp_path / "out", is_whole=True)
-    workspace.open_journal(tmp_path / "out.part", INPUTS).append(70)
+    save_json(tmp_path / "file.part.json", INPUTS)
+    (tmp_path / "file.part").write_text("70\n")
     with pytest.raises(ConfigError) as refused:
-        measure(tmp_path / "out", other)
-    assert str(refused.value) == f"{tmp_path / 'out.part'} {sentence}"
+        measure_file(tmp_path / "file", other)
+    assert str(refused.value) == f"{tmp_path / 'file.part'} {sentence}"
     measure(tmp_path / "out", INPUTS)
     with pytest.raises(ConfigError) as refused:
         measure(tmp_path / "out", other)
@@ -70,29 +78,29 @@ def test_other_inputs_are_refused_by_name_before_and_after_the_end(tmp_path):
 
 
 def test_records_of_earlier_versions_are_compared_in_what_they_hold(tmp_path):
-    workspace = Workspace(tmp_path)
     given = {"digest": "b", "settings": {"seed": 1}, "rows": "c"}
-    assert workspace.check_same({"digest": "b"}, given) == ()
+    check_same(tmp_path, {"digest": "b"}, given)
     with pytest.raises(
         ConfigError, match="other settings: which ones is unknown, as an earlier version wrote it. Rest"
     ):
-        workspace.check_same({"digest": "a"}, given)
+        check_same(tmp_path, {"digest": "a"}, given)
     with pytest.raises(ConfigError, match="other settings: seed was 2, is 1. Rest"):
-        workspace.check_same({"digest": "a", "settings": {"seed": 2}}, given)
+        check_same(tmp_path, {"digest": "a", "settings": {"seed": 2}}, given)
 
 
 def test_content_that_is_not_there_any_more_is_not_compared(tmp_path):
-    workspace = Workspace(tmp_path)
-    assert workspace.check_same({"sources": {"data": "a"}}, {"sources": {"data": None}}) == ()
+    check_same(tmp_path, {"sources": {"data": "a"}}, {"sources": {"data": None}})
     with pytest.raises(ConfigError, match="the content of data changed"):
-        workspace.check_same({"sources": {"data": "a"}}, {"sources": {"data": "b"}})
+        check_same(tmp_path, {"sources": {"data": "a"}}, {"sources": {"data": "b"}})
     with pytest.raises(ConfigError, match="data was 'a', is None"):
-        workspace.check_same({"settings": {"data": "a"}}, {"settings": {"data": None}})
+        check_same(tmp_path, {"settings": {"data": "a"}}, {"settings": {"data": None}})
 
 
-def test_keys_that_may_change_are_returned(tmp_path):
+def test_keys_that_may_change_are_not_compared(tmp_path):
     saved, given = {"monitor": {"trackers": ["a"]}, "steps": 2}, {"monitor": {"trackers": []}, "steps": 2}
-    assert Workspace(tmp_path).check_same(saved, given, mutable_keys=("monitor",)) == ("monitor.trackers",)
+    check_same(tmp_path, saved, given, mutable_keys=("monitor",))
+    with pytest.raises(ConfigError, match="monitor.trackers was"):
+        check_same(tmp_path, saved, given, mutable_keys=("steps",))
 
 
 def test_the_process_that_holds_the_lock_is_named_and_a_killed_one_holds_none(tmp_path):
@@ -159,6 +167,11 @@ def test_a_journal_on_a_full_disk_keeps_whole_rows(tmp_path):
     assert path.read_text() == '"first"\n'
     journal.append("third")
     assert Journal(path).rows == ["first", "third"]
+
+
+def test_what_a_kill_in_the_first_write_left_is_no_file_of_others(tmp_path):
+    (tmp_path / "config.yaml.tmp-1").write_text("")
+    Workspace(tmp_path).check_unused()
 
 
 def test_a_journal_waits_for_the_row_that_another_process_appends(tmp_path):

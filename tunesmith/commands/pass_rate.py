@@ -8,7 +8,7 @@ after its last complete batch. With `tool_keys`, rows also get the outcome and t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from tunesmith.runs.policy import BuildModel, load_actors
 from tunesmith.runs.result import Result
 from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.runs.workspace import compute_digest, describe_rows, digest_rows, open_part
-from tunesmith.storage import Journal, load_json_lines, save_text
+from tunesmith.storage import load_json_lines, save_text
 from tunesmith.types import Group, JudgeType, Task, WorkflowType, compute_outcome, read_metric
 
 SETTINGS = ("model", "auxiliary_models", "workflow", "judge", "environment", "train_dataset", "seed")
@@ -76,10 +76,13 @@ def measure_pass_rates(
     )
     tasks = rows[:max_tasks]
     check_section(config.model)
-    batch_size = config.algorithm.batch_size
-    inputs = describe_inputs(config, rows, num_runs=num_runs, tool_keys=tool_keys)
+    settings = config.model_dump(mode="json", include=set(SETTINGS))
+    more = {"outcome_key": config.experience.outcome_key, "num_runs": num_runs, "tool_keys": list(tool_keys)}
+    weights = describe_weights(config.model.path)
+    # earlier versions saved nothing but this digest
+    digest = compute_digest([settings, weights, describe_rows(rows), *more.values()])
+    inputs = {"digest": digest, **describe_inputs(config, rows, settings=settings | more, weights=weights)}
     with open_part(out, inputs) as journal:
-        check_batches(journal, batch_size, num_values=4 if tool_keys else 2)
         num_done = sum(map(len, journal.rows))
         if num_done > len(tasks):
             raise ConfigError(
@@ -117,17 +120,14 @@ async def run_batches(
 
 
 def describe_inputs(
-    config: RunConfig, rows: Sequence[Task], *, num_runs: int, tool_keys: Sequence[str]
+    config: RunConfig, rows: Sequence[Task], *, settings: Mapping[str, Any], weights: Any
 ) -> dict[str, Any]:
-    """What the numbers depend on, and a digest of it in the form of earlier versions, which saved nothing else."""
-    settings = config.model_dump(mode="json", include=set(SETTINGS))
-    more = {"outcome_key": config.experience.outcome_key, "num_runs": num_runs, "tool_keys": list(tool_keys)}
-    weights, described = describe_weights(config.model.path), describe_rows(rows)
+    """What the rollouts of batches depend on."""
     return {
-        "digest": compute_digest([settings, weights, described, *more.values()]),
-        "settings": settings | more,
+        "settings": settings,
         "weights": weights,
-        "sources": {"train_dataset": digest_rows(described)},
+        "sources": {"train_dataset": digest_rows(describe_rows(rows))},
+        "algorithm": {"batch_size": config.algorithm.batch_size},  # seeds depend on where a batch starts
     }
 
 
@@ -154,14 +154,6 @@ def describe_groups(groups: Sequence[Group], *, outcome_key: str | None, tool_ke
             record.append([compute_outcome(run, outcome_key) for run in group.scored])
             record.append([sum(read_metric(run, key, knob="tool_keys") for key in tool_keys) for run in group.scored])
     return records
-
-
-def check_batches(journal: Journal, batch_size: int, *, num_values: int) -> None:
-    """Refuse a journal with batches of another size or other numbers, which earlier versions recorded nowhere else."""
-    if any(len(batch) != batch_size for batch in journal.rows[:-1]):
-        raise ConfigError(f"{journal.path} was written with another algorithm.batch_size than {batch_size}; remove it")
-    if any(len(record) != num_values for batch in journal.rows for record in batch):
-        raise ConfigError(f"{journal.path} was written with other tool_keys; remove it, or use the same")
 
 
 def write_result(partial_file: Path, tasks: Sequence[Task], *, field: str, out: Path) -> PassRates:

@@ -189,7 +189,8 @@ def apply_override(config: DictConfig, override: str) -> None:
     try:
         given = OmegaConf.from_dotlist([override])
         config.merge_with(given)
-        if OmegaConf.select(given, key.strip()) == {}:
+        # an interpolation refers to the whole file, so it is resolved with it
+        if OmegaConf.select(given, key.strip(), throw_on_resolution_failure=False) == {}:
             OmegaConf.update(config, key.strip(), {}, merge=False)
     except (OmegaConfBaseException, yaml.YAMLError, RecursionError) as error:
         if is_too_deep(error):

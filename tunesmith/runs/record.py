@@ -39,7 +39,6 @@ from tunesmith.storage import (
     DONE,
     RunPaths,
     find_checkpoints,
-    find_last_checkpoint,
     is_locked,
     load_json,
     parse_checkpoint_step,
@@ -166,7 +165,7 @@ class RunRecord:
     @property
     def last_checkpoint(self) -> Path | None:
         """The newest complete checkpoint."""
-        return find_last_checkpoint(self.root)
+        return next(reversed(self.checkpoints), None)
 
     @property
     def trained(self) -> Path | None:

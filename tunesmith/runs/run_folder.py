@@ -100,7 +100,7 @@ def open_run_folder(
         paths = folder.paths
         if config.continue_from_checkpoint:
             folder.checkpoint = find_resume_point(paths, step=config.resume_from_step)
-        elif is_used(paths):
+        elif is_used(folder):
             raise ConfigError(
                 f"{paths.root} already holds a run: choose another name, or resume it with "
                 "continue_from_checkpoint=true (--resume)"
@@ -109,7 +109,6 @@ def open_run_folder(
             folder.check_config(config, mutable_keys=MUTABLE_KEYS, sources=sources)
         folder.archive = clear_later_steps(paths, folder.checkpoint, is_chosen=config.resume_from_step is not None)
         folder.begin(config.model_copy(update={"resume_from_step": None}), sources)
-        paths.error.unlink(missing_ok=True)
     except BaseException:
         folder.close()
         raise
@@ -159,12 +158,13 @@ def resolve_run_root(config: RunConfig, *, now: datetime | None = None) -> Path:
     return Path(config.checkpoint_root_dir).expanduser().absolute() / config.project / name
 
 
-def is_used(paths: RunPaths) -> bool:
+def is_used(folder: RunFolder) -> bool:
     """Whether the folder holds a finished step, or files that are not of a run."""
+    paths, names = folder.paths, folder.list_files()
     if not paths.config.is_file():
-        return any(entry != paths.lock for entry in paths.root.iterdir())
+        return bool(names)
     return (
-        any(CHECKPOINT.fullmatch(entry.name) for entry in paths.root.iterdir())
+        any(map(CHECKPOINT.fullmatch, names))
         or paths.last_commit.exists()
         or any(each["kind"] == "train" for each in load_metrics(paths.metrics))
     )

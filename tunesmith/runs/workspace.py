@@ -13,23 +13,17 @@ a result that appears whole, by one rename (`prepare`, `export`, `pass-rate`). T
               there or is not. What a kill leaves under temporary names is removed by the next process with the lock.
     finish    The result with its `DONE.json`; then unfinished work is removed.
 
-A worked example, a measurement of many rows into the new folder `out`:
+A worked example, a measurement of many rows into the new file `out`:
 
-    workspace, inputs = Workspace(Path("out"), is_whole=True), {"settings": {"seed": 0}, "rows": digest_rows(rows)}
-    record = workspace.find_result(inputs)                       # None: there is no folder yet
-    if record is None:
-        with workspace:                                          # out.lock
-            journal = workspace.open_journal(Path("out.part"), inputs)
-            for row in rows[len(journal.rows) :]:
-                journal.append(measure(row))
-            with new_folder(workspace.root, inputs) as folder:   # renamed to out, with DONE.json
-                save_json(folder / "values.json", load_json_lines(journal.path))
-            workspace.remove(journal.path)
+    with open_part(Path("out"), {"settings": {"seed": 0}, "rows": digest_rows(rows)}) as journal:    # out.lock
+        for row in rows[len(journal.rows) :]:
+            journal.append(measure(row))
+        save_json(Path("out"), load_json_lines(journal.path))
 
 Killed after row 60, it leaves `out.part` with 60 lines and `out.part.json` with the inputs. The same command measures
 row 61 next; with seed 1 it ends with "out.part was made with other settings: seed was 0, is 1. Restore them, or choose
-another output". Once `out` is there, the same command returns its record at once, without a lock, and seed 1 is refused
-by the same sentence.
+another output". A result that is a folder has its inputs in its DONE.json (`find_result`): the same command returns its
+record at once, without a lock, and seed 1 is refused by the same sentence.
 
 Which checkpoint reinforcement learning resumes from, and where files of later steps go, is decided in `run_folder`.
 """
@@ -40,18 +34,19 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
 from tunesmith.config import Section
-from tunesmith.errors import ConfigError, StorageError
+from tunesmith.errors import ConfigError, StorageError, TunesmithError
 from tunesmith.monitor.tracker import flatten
 from tunesmith.runs.load_config import dump_config, load_section
 from tunesmith.storage import (
     DONE,
+    TEMPORARY,
     Journal,
     RunPaths,
     check_complete,
@@ -59,7 +54,6 @@ from tunesmith.storage import (
     locked,
     locked_beside,
     remove_leftovers,
-    remove_tree,
     save_json,
     save_text,
     storage_errors,
@@ -118,49 +112,29 @@ class Workspace:
             self.check_unused(f"no {DONE}, but other files")
             return None
         record: dict[str, Any] = load_json(self.root / DONE)
-        self.check_same(record, inputs)
+        check_same(self.root, record, inputs)
         check_complete(self.root)
         return record
 
-    def check_unused(self, what: str = "other files") -> None:
-        """Raise StorageError if there are files other than the lock."""
+    def list_files(self) -> list[str]:
+        """Names in the folder, or that of a file in its place, less the lock and what killed writes left."""
         found = self.root.iterdir() if self.root.is_dir() else filter(Path.exists, [self.root])
-        names = sorted(path.name for path in found if path != self.paths.lock)
-        if names:
+        return sorted(path.name for path in found if path != self.paths.lock and not TEMPORARY.search(path.name))
+
+    def check_unused(self, what: str = "other files") -> None:
+        """Raise StorageError if there are files."""
+        if names := self.list_files():
             listed = ", ".join(names[:3])
             raise StorageError(f"{self.root} already holds {what} ({listed}): choose another folder, or remove it")
 
-    def check_same(
-        self,
-        saved: Mapping[str, Any],
-        given: Mapping[str, Any],
-        *,
-        mutable_keys: Sequence[str] = (),
-        place: Path | None = None,
-    ) -> tuple[str, ...]:
-        """Raise ConfigError if a key outside `mutable_keys` changed; return the changed keys.
-
-        Records of earlier versions lack some of the inputs, which are then not compared; some have a `digest` of all
-        inputs alone. `place` is the file that holds them, if not the root.
-        """
-        keys = [key for key in given if key in saved and not (key == "digest" and "settings" in saved)]
-        changes = find_changes({key: saved[key] for key in keys}, {key: given[key] for key in keys})
-        refused = {key: change for key, change in changes.items() if not is_mutable_key(key, mutable_keys)}
-        if refused:
-            raise ConfigError(
-                f"{place or self.root} was made with other settings: {'; '.join(refused.values())}. Restore them, or "
-                "choose another output"
-            )
-        return tuple(changes)
-
     def check_config(
         self, config: Section, *, mutable_keys: Sequence[str], sources: Mapping[str, str | None] | None = None
-    ) -> tuple[str, ...]:
+    ) -> None:
         """`check_same` for the settings in config.yaml and the digests of rows in sources.json, which earlier versions
         did not write; a folder without a config.yaml must be empty."""
         if not self.paths.config.is_file():
             self.check_unused()
-            return ()
+            return
         try:
             saved = load_section(type(config), self.paths.config)
         except ConfigError as error:
@@ -170,45 +144,63 @@ class Workspace:
         before, now = saved.model_dump(mode="json"), config.model_dump(mode="json")
         if sources and self.paths.sources.is_file():
             before, now = before | {"sources": load_json(self.paths.sources)}, now | {"sources": dict(sources)}
-        return self.check_same(before, now, mutable_keys=mutable_keys)
+        check_same(self.root, before, now, mutable_keys=mutable_keys)
 
     def begin(self, config: Section, sources: Mapping[str, str | None] | None = None) -> None:
-        """Save the settings in config.yaml and the digests of rows in sources.json, and remove what a killed process
-        left, after all checks."""
+        """Save the settings in config.yaml and the digests of rows in sources.json, and remove what a killed or failed
+        process left, after all checks."""
         save_text(self.paths.config, dump_config(config))
         if sources:
             save_json(self.paths.sources, dict(sources))
         remove_leftovers(self.root)
+        self.paths.error.unlink(missing_ok=True)
 
-    def open_journal(self, path: Path, inputs: Mapping[str, Any]) -> Journal:
-        """The finished parts of work from these inputs, which the file `<path>.json` holds; ConfigError for others."""
-        record = name_inputs(path)
-        if not path.exists():
-            save_json(record, dict(inputs))
-        elif record.exists():  # earlier versions wrote none
-            self.check_same(load_json(record), inputs, place=path)
-        return Journal(path)
 
-    def remove(self, unfinished: Path) -> None:
-        """Remove unfinished work that the result replaces: a folder, or a journal with its inputs."""
-        if unfinished.is_dir():
-            remove_tree(unfinished)
-            return
-        for path in (unfinished, name_inputs(unfinished)):
-            with storage_errors(path, "remove"):
-                path.unlink(missing_ok=True)
+@contextmanager
+def recorded_error(paths: RunPaths, step: int) -> Iterator[None]:
+    """Within: an error that stops the run in `step` is saved in error.json."""
+    try:
+        yield
+    except TunesmithError as error:
+        with suppress(StorageError):  # the disk may be full, which the error itself says
+            save_json(paths.error, {"step": step, "error": type(error).__name__, "message": str(error)})
+        raise
 
 
 @contextmanager
 def open_part(out: Path, inputs: Mapping[str, Any]) -> Iterator[Journal]:
     """The finished parts of the new file `out`, in the journal `<out>.part`, which is removed once the file is there;
-    ConfigError if the file exists, or for parts of other inputs."""
-    with Workspace(out, is_whole=True) as workspace:
+    ConfigError if the file exists, or for parts of other inputs than those in `<out>.part.json`."""
+    part, record = (out.with_name(f"{out.name}.part{suffix}") for suffix in ("", ".json"))
+    with Workspace(out, is_whole=True):
         if out.exists():
             raise ConfigError(f"{out} already exists; choose another file")
-        journal = workspace.open_journal(out.with_name(f"{out.name}.part"), inputs)
-        yield journal
-        workspace.remove(journal.path)
+        remove_leftovers(out.parent, record.name)
+        if not part.exists():
+            save_json(record, dict(inputs))
+        elif record.exists():  # earlier versions wrote none
+            check_same(part, load_json(record), inputs)
+        yield Journal(part)
+        for path in (part, record):
+            with storage_errors(path, "remove"):
+                path.unlink(missing_ok=True)
+
+
+def check_same(
+    place: Path, saved: Mapping[str, Any], given: Mapping[str, Any], *, mutable_keys: Sequence[str] = ()
+) -> None:
+    """Raise ConfigError if a key outside `mutable_keys` changed; `place` is what was made from the saved inputs.
+
+    Records of earlier versions lack some of the inputs, which are then not compared; some have a `digest` of all inputs
+    alone.
+    """
+    keys = [key for key in given if key in saved and not (key == "digest" and "settings" in saved)]
+    changes = find_changes({key: saved[key] for key in keys}, {key: given[key] for key in keys})
+    refused = [change for key, change in changes.items() if not is_mutable_key(key, mutable_keys)]
+    if refused:
+        raise ConfigError(
+            f"{place} was made with other settings: {'; '.join(refused)}. Restore them, or choose another output"
+        )
 
 
 def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
@@ -229,10 +221,6 @@ def find_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[st
     if len(changes) > 1:
         changes.pop("digest", None)
     return changes
-
-
-def name_inputs(journal: Path) -> Path:
-    return journal.with_name(f"{journal.name}.json")
 
 
 def is_mutable_key(key: str, mutable_keys: Sequence[str]) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
 from tunesmith.commands.doctor.diagnose import diagnose
 from tunesmith.commands.sft.train import run_offline
 from tunesmith.config import ConversationDataSection, ModelSection, MonitorSection, SftConfig, SftTrainerSection
+from tunesmith.storage import save_json
 
 
 @pytest.fixture
@@ -37,6 +39,17 @@ def test_a_healthy_fine_tuning_has_no_finding(finetune):
     diagnosis = finetune(rate=3e-3)
     assert diagnosis.findings == () and diagnosis.state == "finished"
     assert {each.check for each in diagnosis.passed} == {"stopped", "learning-rate", "loss"}
+
+
+def test_a_stopped_fine_tuning_is_repeated_without_options_that_it_has_not(finetune, tmp_path):
+    finetune(rate=3e-3)
+    shutil.rmtree(tmp_path / "sft/model")
+    (found,) = diagnose(tmp_path / "sft").findings
+    assert found.change.startswith("repeat the command; if") and "kv_cache" not in found.change and not found.settings
+    save_json(tmp_path / "sft/error.json", {"step": 2, "error": "StorageError", "message": "no space"})
+    (found,) = diagnose(tmp_path / "sft").findings
+    assert found.problem == "the run failed at step 2 with a StorageError"
+    assert found.change == "change what the message names, then repeat the command"
 
 
 def test_a_dead_learning_rate(finetune):

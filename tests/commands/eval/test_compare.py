@@ -266,6 +266,17 @@ def test_a_killed_evaluation_resumes_with_the_models_not_yet_evaluated(workplace
     assert read_outcomes(workplace / "killed") == read_outcomes(workplace / "whole")
 
 
+def test_what_a_killed_evaluation_left_is_removed_and_files_of_others_are_not(workplace):
+    out, left = workplace / "out", ("comparison.json.tmp-1", "comparison.md.tmp-1", "comparison.png.tmp-1")
+    (out / "parts.tmp-1").mkdir(parents=True)
+    for name in (*left, "parts.tmp-1/a.json", "rates.jsonl.tmp-1"):
+        (out / name).write_text("")
+    run_eval("eval.yaml", "--out", "out")
+    assert {path.name for path in out.iterdir()} == {
+        "comparison.json", "comparison.md", "rates.jsonl.tmp-1", "run.lock"
+    }  # fmt: skip
+
+
 def test_tasks_that_change_after_a_kill_are_evaluated_again(workplace):
     (workplace / "stop").write_text("two")
     run_eval("eval.yaml", "--out", "killed", expected_status=130)
@@ -295,6 +306,26 @@ def test_a_comparison_of_other_models_is_not_overwritten(workplace):
     assert (workplace / "out/comparison.md").read_text() == table
     run_eval("eval.yaml", "--out", "out", "--seed", "5")
     assert (workplace / "out/comparison.md").read_text() != table
+
+
+@pytest.mark.parametrize("content", ["[]", '{"a": 1}', '{"a": {"models": {"first": "one"}}}'])
+def test_a_file_of_another_program_is_not_overwritten(workplace, content):
+    (workplace / "out").mkdir()
+    (workplace / "out/comparison.json").write_text(content)
+    output = run_eval("eval.yaml", "--out", "out", expected_status=1).output
+    assert "out/comparison.json is no comparison of models: choose another folder" in output
+    assert (workplace / "out/comparison.json").read_text() == content
+
+
+def test_cells_of_tables_have_no_column_or_line_ends():
+    text = format_comparison({"t": compare_results("t", build_results({"a|b": 1.0, "c\nd": 2.0}), seed=0)})
+    assert "| a/b " in text and "| c d " in text
+    (width,) = {len(line) for line in text.splitlines() if line.startswith("|")}
+    assert width
+
+
+def build_results(metrics):
+    return {"m": compute_result("m", "path", build_tasks([build_sample(1.0, **metrics)]), seed=0)}
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,8 @@ def test_the_report_has_time_tokens_device_and_figures_of_each_stage(completed):
     (step,) = [row for row in load_metrics(workdir / "out/rl/metrics.jsonl") if row["kind"] == "train"]
     assert done["rl"]["tokens"] == step["rollout/num_sampled_tokens"]
     assert done["rl"]["figures"]["mean reward of the last tenth of the steps"] == step["rollout/reward_mean"]
-    assert done["sft"]["tokens"] > 0
+    steps = [row for row in load_metrics(workdir / "out/sft/metrics.jsonl") if row["kind"] == "train"]
+    assert done["sft"]["tokens"] == sum(row["train/num_trained_tokens"] for row in steps)
     comparison = json.loads((workdir / "out/eval/comparison.json").read_text())
     assert done["eval"]["tokens"] == sum(model["num_sampled_tokens"] for model in comparison["test"]["models"].values())
     assert "### test: 2 tasks, 1 rollout of each" in text
@@ -282,9 +283,12 @@ def test_a_failed_or_killed_stage_is_resumed_in_its_folder(workdir):
     assert "not now" in run(expected_status=1)
     assert run("--check").strip() == "fill: unfinished, will be resumed"
     (workdir / "fail").unlink()
-    folder = PipelineFolder(workdir / "out")
+    folder, left = PipelineFolder(workdir / "out"), ("report.md.tmp-1", "stages/fill/DONE.json.tmp-1")
     folder.begin(*plan_stages(load_pipeline("pipeline.yaml")))  # the record that a killed attempt leaves
+    for name in left:
+        (folder.root / name).write_text("")
     assert read_messages(run()) == {"fill": ["resumed", "done"]}
+    assert not any((folder.root / name).exists() for name in left)
     done = folder.load_done("fill")
     assert (done.num_attempts, done.num_killed) == (3, 1)
     assert "in 3 attempts; the time of 1 killed is not included" in (workdir / "out/report.md").read_text()
@@ -386,6 +390,16 @@ def test_missing_packages_are_reported_before_any_stage_runs(workdir, monkeypatc
 def test_a_reference_to_a_missing_file_is_named(copied):
     output = run("--set", "stages.export.path=stage:make/modell", expected_status=1)
     assert "stages.export: stage 'make' wrote no 'modell'" in output
+
+
+def test_a_stage_whose_input_turns_out_to_be_missing_has_not_begun(workdir):
+    stages = {
+        "fill": {"kind": "function", "function": "maker.py:fill"},
+        "make": {"kind": "function", "function": "maker.py:make", "args": {"num_rows": "stage:fill/none"}},
+    }
+    write(workdir, stages)
+    assert "stages.make: stage 'fill' wrote no 'none'" in run(expected_status=1)
+    assert PipelineFolder(workdir / "out").load_start("make") is None
 
 
 def truncate(path):

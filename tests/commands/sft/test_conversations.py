@@ -116,6 +116,8 @@ def test_rows_that_cannot_be_trained_on(reader):
         ({"prompt": "hello"}, "row 1 has neither messages nor text; its fields are prompt"),
         ({"messages": []}, "row 1: messages must be a non-empty list"),
         ({"text": " "}, "row 1: text must be a non-empty string, got ' '"),
+        ({"text": "a\ud800"}, "row 1: text has lone surrogates, which cannot be encoded"),
+        ({"text": "<|im_end|>"}, r"row 1: text is one token, '<\|im_end\|>', and the first token of a text is not"),
         ({"text": ["a"]}, r"row 1: text must be a non-empty string, got \['a'\]"),
         (change_message(4, content=" "), r"row 1: messages\[4\] is an empty assistant message"),
         (change_message(1, role="robot"), r"row 1: messages\[1\].role is 'robot'"),

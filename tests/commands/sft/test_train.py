@@ -20,7 +20,7 @@ from fakes import full_disk
 from tunesmith.commands.sft import train
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.commands.sft.plan import build_batches
-from tunesmith.commands.sft.train import run_offline
+from tunesmith.commands.sft.train import OfflineTraining, run_offline, run_stage
 from tunesmith.config import (
     ConversationDataSection,
     LoraSection,
@@ -34,6 +34,7 @@ from tunesmith.model.adapters.adapter import find_dropouts
 from tunesmith.model.load import check_model, load_section_model
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.runs.load_config import build_section, dump_config, load_section
+from tunesmith.runs.record import RunRecord
 from tunesmith.storage import check_complete, find_checkpoints
 from tunesmith.trainer.trainer import Trainer
 
@@ -223,6 +224,34 @@ def test_the_best_evaluation_is_kept(folder, data, tmp_path):
     assert compute_loss_by_hand(result.folder, held_out) == pytest.approx(result.eval_loss, rel=1e-4)
 
 
+def test_a_full_disk_while_the_best_weights_are_written_is_one_sentence(folder, data, tmp_path, monkeypatch):
+    rows = [{"messages": [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "x" * 9}]}]
+    held_out = ConversationDataSection(path=str(write_rows(tmp_path / "eval.jsonl", rows)))
+    config = build_config(folder, data, eval_dataset=held_out, evaluation_interval_steps=1, save_interval_steps=1000)
+    whole = run_offline(config, out_dir=tmp_path / "whole")
+    assert whole.best_step < whole.num_steps
+    finish, root = OfflineTraining.finish, tmp_path / "sft"
+
+    def fill_disk(training, summary):
+        with full_disk(200_000):
+            finish(training, summary)
+
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match=r"^cannot write .*; \d+ bytes are free"):
+        patch.setattr(OfflineTraining, "finish", fill_disk)
+        run_offline(config, out_dir=root)
+    assert RunRecord(root).error["step"] == whole.num_steps
+    result = run_offline(config, out_dir=root)
+    assert (root / "model/model.safetensors").read_bytes() == (whole.folder / "model.safetensors").read_bytes()
+    assert (result.best_step, result.eval_loss) == (whole.best_step, whole.eval_loss)
+
+
+def test_a_stage_reports_the_tokens_of_the_steps_that_it_made(folder, data, tmp_path):
+    config = build_config(folder, data, num_epochs=3, max_steps=2)
+    batches = build_batches_of(config, data)[:2]
+    stage = run_stage(config, out_dir=tmp_path / "sft", choose_model=None)
+    assert stage.tokens == sum(sum(sample.is_sampled) for batch in batches for sample in batch)
+
+
 def test_training_ends_when_the_evaluation_loss_no_longer_falls_and_resumes_to_the_same_end(folder, data, tmp_path):
     rows = [{"messages": [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "x" * 9}]}]
     held_out = write_rows(tmp_path / "eval.jsonl", rows)
@@ -394,10 +423,14 @@ def test_a_saved_config_reads_back_equal(tmp_path):
 def test_a_full_disk_is_one_sentence_and_the_run_can_be_resumed(folder, data, tmp_path):
     config = build_config(folder, data, save_interval_steps=2)
     whole = run_offline(config, out_dir=tmp_path / "whole")
-    with full_disk(200_000), pytest.raises(StorageError, match="cannot write"):
+    run = RunRecord(tmp_path / "sft")
+    with full_disk(200_000), pytest.raises(StorageError, match="cannot write") as raised:
         run_offline(config, out_dir=tmp_path / "sft")
+    assert run.state == "failed"
+    assert run.error == {"step": 2, "error": "StorageError", "message": str(raised.value)}
     assert not list((tmp_path / "sft").glob("*.tmp-*"))
     result = run_offline(config, out_dir=tmp_path / "sft")
+    assert run.state == "finished" and run.error is None
     one, other = (load_file(each.folder / "model.safetensors") for each in (whole, result))
     assert all((one[name] == other[name]).all() for name in one)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shutil
 import signal
@@ -88,6 +89,18 @@ def test_a_run_that_was_killed_before_it_removed_old_checkpoints_removes_them(wo
     assert zygote.run(arguments) == 0, (folder / "zygote.log").read_text()
     assert [path.name for path in run.glob("global_step_*")] == ["global_step_6"]
     assert_same_run(folder / "runs/tunesmith/whole", run)
+
+
+def test_a_run_that_was_killed_right_after_its_last_checkpoint_is_tidied_up(workplace):
+    """The files of a run that merges none are those of one that was killed before it did."""
+    folder, zygote = workplace
+    run, arguments = folder / "runs/tunesmith/unmerged", ["tune", "run.yaml", "--resume", "--set", "name=unmerged"]
+    assert zygote.run([*arguments, "--set", "steps_per_file=100"]) == 0, (folder / "zygote.log").read_text()
+    (run / "last_commit.json").write_text('{"step": 4}')
+    assert zygote.run(arguments) == 0, (folder / "zygote.log").read_text()
+    names = {path.name for path in (run / "rollouts").iterdir()}
+    assert names == {f"steps_{step - 1:06d}-{step:06d}.parquet" for step in (2, 4, 6)}
+    assert json.loads((run / "last_commit.json").read_text()) == {"step": 6}
 
 
 def assert_same_run(whole: Path, killed: Path) -> None:

@@ -1,4 +1,4 @@
-"""The file of a step's rollouts is written once: with advantages if the step came to its update."""
+"""What a failed step leaves: its rollouts, with advantages if it came to its update, and the error of the run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from fakes import full_disk
+from small_runs import build_small_run, list_apples, write_splits
 from tunesmith.commands.tune.checkpoints import save_unfinished
+from tunesmith.commands.tune.tune import Training
+from tunesmith.errors import StorageError
 from tunesmith.experience.store import load_rollouts, load_table, save_rollouts
+from tunesmith.runs.record import RunRecord
 from tunesmith.types import Group, Task, Trajectory
 
 TASK = Task(task_id="t/0", index=0, row={"question": "one"})
@@ -35,3 +40,22 @@ def test_a_failed_step_keeps_the_rollouts_of_every_group_of_a_task(tmp_path):
         Group(task=TASK, trajectories=again),
         Group(task=other, trajectories=(alone,)),
     ]
+
+
+def test_a_full_disk_during_a_checkpoint_is_the_error_of_the_run(tmp_path, pocket_folder, monkeypatch):
+    run = build_small_run(tmp_path, str(pocket_folder), write_splits(tmp_path / "data", list_apples(4)))
+    commit = Training.commit
+
+    def fill_disk(training, *arguments):
+        with full_disk(200_000):
+            commit(training, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="cannot write") as raised:
+        patch.setattr(Training, "commit", fill_disk)
+        run()
+    (folder,) = (tmp_path / "runs").glob("*/x")
+    record = RunRecord(folder)
+    assert record.state == "failed"
+    assert record.error == {"step": 2, "error": "StorageError", "message": str(raised.value)}
+    run("continue_from_checkpoint=true")
+    assert record.error is None and RunRecord(folder).state == "finished"

@@ -21,7 +21,7 @@ from typing import Any
 from tunesmith.chat.conversation import compute_match_keys
 from tunesmith.chat.messages import MatchKey, parse_messages
 from tunesmith.commands.collect.forward import RecordedCall, RecordingModel
-from tunesmith.commands.pass_rate import SETTINGS, load_unmeasured_tasks, run_batches
+from tunesmith.commands.pass_rate import SETTINGS, describe_inputs, load_unmeasured_tasks, run_batches
 from tunesmith.commands.sft.conversations import exclude_replies
 from tunesmith.commands.stage import ChooseModel, StageResult, describe_device
 from tunesmith.config import CollectConfig
@@ -41,7 +41,7 @@ from tunesmith.runs.policy import (
     load_auxiliary,
 )
 from tunesmith.runs.result import Result
-from tunesmith.runs.workspace import describe_rows, digest_rows, open_part
+from tunesmith.runs.workspace import open_part
 from tunesmith.storage import load_json_lines
 from tunesmith.tasks.load import write_rows
 from tunesmith.types import Group, JudgeType, Trajectory, WorkflowType, is_at_least
@@ -89,10 +89,8 @@ def collect(
     settings = config.model_dump(mode="json", include=set(OWN_SETTINGS))
     for key in ("base_url", "api_key_env") if config.teacher is not None else ():
         del settings["teacher"][key]  # a server may have moved
-    inputs: dict[str, Any] = {"settings": settings, "sources": {"train_dataset": digest_rows(describe_rows(rows))}}
-    if config.teacher is None:
-        inputs["weights"] = describe_weights(config.model.path)
-    with open_part(out, inputs) as journal:
+    weights = describe_weights(config.model.path) if config.teacher is None else None
+    with open_part(out, describe_inputs(config, rows, settings=settings, weights=weights)) as journal:
         num_done = sum(len(batch["rows"]) for batch in journal.rows)
         model, actors, policy = load_models(config, workflow=workflow, judge=judge, build_model=build_model)
 

@@ -33,6 +33,8 @@ ADVICE: Mapping[FailureWhere, str] = {
 
 def find_stop(run: AnyRun) -> Outcome:
     """The error of a failed run, or that the run was interrupted."""
+    # a fine-tuning resumes without being asked
+    repeat = "repeat the command" + ("" if run.is_offline else " with --resume (continue_from_checkpoint=true)")
     if run.error is not None:
         message = " ".join(str(run.error["message"]).split())
         step = int(run.error["step"])
@@ -40,16 +42,16 @@ def find_stop(run: AnyRun) -> Outcome:
             severity="error",
             problem=f"the run failed at step {step} with a {run.error['error']}",
             evidence=(Evidence(source="error.json", observed=message, steps=(step, step)),),
-            change="change what the message names, then repeat the command with --resume",
+            change=f"change what the message names, then {repeat}",
         )
     if run.state is RunState.INTERRUPTED:
         return CheckFinding(
             severity="note",
             problem="the run was interrupted or killed: it did not make and save all its steps, and recorded no error",
             evidence=(Evidence(source="metrics.jsonl", observed=f"the last step is {run.num_steps}"),),
-            change="repeat the command with --resume (continue_from_checkpoint=true); if the kernel killed it for its "
-            "memory, lower engine.kv_cache_gib or trainer.max_tokens_per_row first",
-            settings={"continue_from_checkpoint": True},
+            change=f"{repeat}; if the kernel killed it for its memory, lower "
+            f"{'' if run.is_offline else 'engine.kv_cache_gib or '}trainer.max_tokens_per_row first",
+            settings={} if run.is_offline else {"continue_from_checkpoint": True},
         )
     reason = "no error recorded" if run.stop_reason is None else run.stop_reason
     return f"{run.state}, {reason}"

@@ -35,7 +35,7 @@ from tunesmith.commands.stage import TABLES, ChooseModel, StageResult, check_run
 from tunesmith.config import EvalConfig, RunConfig
 from tunesmith.config.run import AGENTSCOPE_PROJECT
 from tunesmith.engine.event_loop.clock import run_lockstep
-from tunesmith.errors import ConfigError, errors_of
+from tunesmith.errors import ConfigError, StorageError, errors_of
 from tunesmith.judges.tir import describe_scorers
 from tunesmith.model.load import check_section
 from tunesmith.model.source.fingerprint import describe_weights
@@ -46,8 +46,8 @@ from tunesmith.runs.load_function import load_functions
 from tunesmith.runs.policy import BuildModel, Policy, check_auxiliary, load_actors
 from tunesmith.runs.tasks import load_run_tasks
 from tunesmith.runs.trained_model import find_model_folder
-from tunesmith.runs.workspace import Workspace, compute_digest, describe_rows
-from tunesmith.storage import load_json, remove_tree, save_json, save_text
+from tunesmith.runs.workspace import Workspace, check_same, compute_digest, describe_rows
+from tunesmith.storage import load_json, remove_leftovers, remove_tree, save_json, save_text
 from tunesmith.types import Group, JudgeType, Task, WorkflowType
 
 LABEL = re.compile(r"[^|\n]*[^|\s]")
@@ -105,6 +105,8 @@ def run_eval(
     load = partial(load_actors, workflow=workflow, judge=judge, build_model=build_model)
     progress = ConsoleProgress(total_steps=len(models) * len(sets), has_progress=run.monitor.has_progress)
     with nullcontext() if out is None else Workspace(out), closing(progress):
+        if out is not None:
+            remove_leftovers(out, JSON_FILE, TABLE_FILE, PLOT_FILE, PARTS)
         for number, (label, path) in enumerate(models.items()):
             evaluated = evaluate_model(
                 with_model_path(run, path), sets, load, out=out, label=label, progress=progress,
@@ -196,9 +198,12 @@ def check_output_folder(out: Path | None, models: Mapping[str, str]) -> None:
     """Raise ConfigError when the folder holds a comparison of other models; one of the same models is overwritten."""
     if out is None or not (out / JSON_FILE).exists():
         return
-    for set_comparison in load_json(out / JSON_FILE).values():
-        compared = {label: result["path"] for label, result in set_comparison["models"].items()}
-        Workspace(out).check_same({"models": compared}, {"models": models})
+    try:
+        results = [result for each in load_json(out / JSON_FILE).values() for result in each["models"].items()]
+        compared = {label: result["path"] for label, result in results}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise StorageError(f"{out / JSON_FILE} is no comparison of models: choose another folder") from error
+    check_same(out, {"models": compared}, {"models": models})
 
 
 def find_partial_file(out: Path | None, config: RunConfig, name: str, tasks: Sequence[Task]) -> Path | None:

@@ -261,9 +261,10 @@ def format_contrast(contrast: Contrast) -> list[str]:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, ["-" * width for width in widths], *rows]
+    """A Markdown table with aligned columns; of the text of a cell, `|` becomes `/`, and white space one space."""
+    head, *body = [[" ".join(cell.replace("|", "/").split()) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+    lines = [head, ["-" * width for width in widths], *body]
     return "\n".join("| " + " | ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
 
 

@@ -110,7 +110,7 @@ def compute_pass_at_k(*, num_samples: int, num_passed: int, k: int) -> float:
 
 def choose_pass_at_k(num_samples: int) -> tuple[int, ...]:
     """The k for which pass@k is reported: 1, 2, 4, ... and the number of samples itself."""
-    powers = {2**exponent for exponent in range(num_samples.bit_length()) if 2**exponent <= num_samples}
+    powers = {2**exponent for exponent in range(num_samples.bit_length())}
     return tuple(sorted(powers | {num_samples}))
 
 

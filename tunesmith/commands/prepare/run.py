@@ -45,19 +45,13 @@ from tunesmith.model.load import check_section, load_tokenizer
 from tunesmith.model.source.fingerprint import describe_weights
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.runs.result import Result
-from tunesmith.runs.workspace import Workspace
-from tunesmith.storage import load_json, load_json_lines, new_folder, save_json, storage_errors
+from tunesmith.runs.workspace import Workspace, check_same
+from tunesmith.storage import load_json, load_json_lines, new_folder, remove_tree, save_json, storage_errors
 from tunesmith.tasks.data_path import FORMATS
 from tunesmith.tasks.load import check_required_fields, load_rows, write_rows
 
 NO_LIMIT = 2**62
 PASS_RATE_SUFFIX = "_pass_rate"
-
-
-def hash_json(value: Any) -> str:
-    """SHA-256 of a value's canonical JSON; names of files in existing work folders are made of it."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
 
 
 def drop_long_rows(
@@ -131,13 +125,13 @@ def measure_model(
         for index, candidate in enumerate(candidates)
     ]
     model = section.models[name]
-    key = hash_json(
-        [rows, section.model_dump(mode="json", exclude={"models"}), model.model_dump(mode="json"), settings.seed]
-    )
-    questions, out = work / f"{name}-{key[:16]}.questions.jsonl", work / f"{name}-{key[:16]}.jsonl"
-    weights, record = {"weights": describe_weights(model.path)}, work / f"{name}-{key[:16]}.weights.json"
+    inputs = [rows, section.model_dump(mode="json", exclude={"models"}), model.model_dump(mode="json"), settings.seed]
+    text = json.dumps(inputs, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    stem = f"{name}-{hashlib.sha256(text.encode(errors='backslashreplace')).hexdigest()[:16]}"
+    questions, out = work / f"{stem}.questions.jsonl", work / f"{stem}.jsonl"
+    weights, record = {"weights": describe_weights(model.path)}, work / f"{stem}.weights.json"
     if record.is_file():  # a model that was trained again has the same name
-        Workspace(out, is_whole=True).check_same(load_json(record), weights)
+        check_same(out, load_json(record), weights)
     else:
         save_json(record, weights)
     if not out.is_file():
@@ -293,14 +287,14 @@ def prepare_folder(
         "num_steps": dict(sorted(Counter(str(row["num_steps"]) for row in train).items())),
         **report,
     }
-    with new_folder(workspace.root, {"settings_hash": hash_json(inputs["settings"]), **inputs}) as temporary:
+    with new_folder(workspace.root, inputs) as temporary:
         write_rows(temporary / TRAIN, train)
         if evaluation is not None:
             write_rows(temporary / EVALUATION, (each.build_row(settings.style) for each in evaluation))
         if (work / PARAPHRASES).is_file():
             shutil.copyfile(work / PARAPHRASES, temporary / PARAPHRASES)
         save_json(temporary / REPORT, content)
-    workspace.remove(work)
+    remove_tree(work)
 
 
 def check_settings(settings: PrepareSection) -> ConversationReader | None:

@@ -23,6 +23,7 @@ from tunesmith.commands.run.config import PipelineConfig, PlannedStage, StageSel
 from tunesmith.commands.run.folder import (
     CONFIG_FILE,
     REPORT_TABLE,
+    STATES,
     PipelineFolder,
     PipelineResult,
     State,
@@ -40,7 +41,7 @@ from tunesmith.runs.load_config import dump_config
 from tunesmith.runs.load_function import load_function
 from tunesmith.runs.policy import BuildModel
 from tunesmith.runs.workspace import Workspace
-from tunesmith.storage import remove_tree, save_text, storage_errors
+from tunesmith.storage import remove_leftovers, remove_tree, save_text, storage_errors
 
 SKIPPED = "done, will be skipped"
 ACTIONS: Mapping[State, str] = {
@@ -92,14 +93,16 @@ def run_stages(config: PipelineConfig, *, choose_model: ChooseModel, selection: 
     screen = ConsoleProgress()
     check_selected(stages, selected, folder, is_rerun=selection.is_rerun)
     with Workspace(folder.root):
+        for each in (folder.root, *(folder.root / STATES).glob("*")):
+            remove_leftovers(each)
         save_text(folder.root / CONFIG_FILE, dump_config(config))
         for stage in selected:
             title = f"stage {[each.name for each in stages].index(stage.name) + 1}/{len(stages)} {stage.name}"
             if folder.find_state(stage) == "done" and not selection.is_rerun:
                 screen.show_line(f"{title}: already done, skipped")
                 continue
-            screen.show_line(f"{title}: {begin_stage(stage, folder, is_rerun=selection.is_rerun)}")
             settings = stage.resolve(partial(resolve_reference, folder=folder, stage_name=stage.name))
+            screen.show_line(f"{title}: {begin_stage(stage, folder, is_rerun=selection.is_rerun)}")
             out_dir, started = folder.root / stage.name, time.monotonic()
             try:
                 result = run_stage(stage.kind, settings, out_dir=out_dir, choose_model=choose_model)

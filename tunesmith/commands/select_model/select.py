@@ -117,7 +117,7 @@ class ModelSelection(tuple[Any, dict[str, float]]):
         behind = "best" if is_best else ""
         if each.lead is not None:
             behind = f"{each.lead.mean:.4g} ({each.lead.p_value:.2g})"
-        cause = each.causes[0].replace("|", "/") if each.causes else ""
+        cause = each.causes[0] if each.causes else ""
         return [each.label, reward, behind, f"{each.num_failures} of {each.num_tasks}", cause]
 
     def to_pandas(self) -> DataFrame:

@@ -28,6 +28,7 @@ from tunesmith.chat.renderer import Prompt, Renderer
 from tunesmith.chat.template import ChatTemplate
 from tunesmith.errors import DataError
 from tunesmith.experience.samples import build_samples
+from tunesmith.storage import clean_text
 from tunesmith.types import Distribution, Group, Sample, Task, Trajectory, Turn, count_equal
 
 
@@ -88,12 +89,16 @@ class ConversationReader:
         """A text as one turn; every token is trained but the first, which has no prediction."""
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"{where}: text must be a non-empty string, got {text!r:.80}")
+        if clean_text(text) != text:
+            raise DataError(f"{where}: text has lone surrogates, which cannot be encoded as UTF-8")
         tokenizer = self._tokenizer
         has_start = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
         ids = tokenizer.encode(text, add_special_tokens=not has_start, split_special_tokens=False)
         has_end = text.rstrip().endswith((tokenizer.eos_token, self._end_of_turn))
         if not has_end and ids[-1] != tokenizer.eos_token_id:
             ids.append(tokenizer.eos_token_id)
+        if len(ids) == 1:
+            raise DataError(f"{where}: text is one token, {text!r:.80}, and the first token of a text is not trained")
         return _build_turn(tuple(ids[:1]), tuple(ids[1:]), is_trained=True)
 
     def build_turns(self, row: Mapping[str, Any], *, where: str) -> tuple[Turn, ...]:

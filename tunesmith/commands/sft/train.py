@@ -5,6 +5,7 @@ rows and files are checked before weights are read. An interrupted run resumes f
 `model/`: the weights with the lowest evaluation loss, or the last ones if no rows are held out.
 
     config.yaml  sources.json               settings, and digests of the rows
+    error.json                              the error that stopped the training; removed when it is resumed
     metrics.jsonl  monitor/                 metrics
     global_step_N/                          checkpoints; `keep_checkpoints` of them remain at the end
     model/                                  the result; its DONE.json is written last and holds the summary
@@ -13,9 +14,8 @@ rows and files are checked before weights are read. An interrupted run resumes f
 from __future__ import annotations
 
 import math
-import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,10 +31,10 @@ from tunesmith.config import EarlyStoppingSection, OfflineConfig, PreferenceConf
 from tunesmith.engine.event_loop.signal_handlers import StopAfterStep, raise_signal
 from tunesmith.errors import DataError, StorageError, TrainingError
 from tunesmith.model.checkpoint import (
-    TRAINER_FOLDER,
     estimate_checkpoint_bytes,
     load_checkpoint,
     remove_old_checkpoints,
+    restore_weights,
     save_checkpoint,
     save_model_files,
 )
@@ -49,7 +49,7 @@ from tunesmith.runs.extra_models import load_reference
 from tunesmith.runs.memory import fit_offline
 from tunesmith.runs.record import MODEL
 from tunesmith.runs.result import TrainingResult
-from tunesmith.runs.workspace import SPEED_KEYS, Workspace
+from tunesmith.runs.workspace import SPEED_KEYS, Workspace, recorded_error
 from tunesmith.storage import (
     DONE,
     TEMPORARY,
@@ -61,8 +61,10 @@ from tunesmith.storage import (
     new_folder,
     parse_checkpoint_step,
     remove_leftovers,
+    remove_tree,
 )
 from tunesmith.trainer.trainer import Trainer
+from tunesmith.types import Sample
 
 MUTABLE_KEYS = ("save_interval_steps", "save_interval_s", "keep_checkpoints", "monitor", *SPEED_KEYS)
 """Keys that may change when training is resumed."""
@@ -90,6 +92,8 @@ class OfflineResult(TrainingResult):
     """Trained tokens in one epoch."""
     stop_reason: str | None = None
     """Why the training ended before its last step; None if it did not."""
+    total_trained_tokens: int | None = None
+    """Trained tokens of all steps; None in folders of earlier versions."""
 
     @property
     def run_folder(self) -> Path:
@@ -212,29 +216,30 @@ class OfflineTraining:
             monitor.show_line(f"{plan.num_dropped_rows} rows are longer than model.max_model_len and were dropped")
         batches, epochs = plan.batches, plan.progress
         has_ended = progress.step == len(batches) or progress.stop_reason is not None
-        saved_at, max_age_s = time.monotonic(), self.config.save_interval_s
+        saved_at, max_age_s = time.monotonic(), self.config.save_interval_s or math.inf
         is_interrupted = stop.signal_number is not None
         while not has_ended and not is_interrupted:
             step = progress.step + 1
-            started = time.perf_counter()
-            metrics = self.trainer.step(batches[step - 1])
-            metrics["perf/train_s"] = time.perf_counter() - started
-            metrics["perf/trained_tokens_per_s"] = metrics["train/num_trained_tokens"] / metrics["perf/train_s"]
-            metrics["train/epoch"] = epochs[step - 1]
-            monitor.log(step, "train", metrics)
-            progress.step = step
-            progress.losses.append(metrics["train/loss"])
-            is_last = step == len(batches)
-            is_best = self.evaluate(stopping, is_last=is_last)
-            if progress.stop_reason is not None:
-                monitor.show_line(f"ended early, after step {step} of {len(batches)}: {progress.stop_reason}")
-            has_ended = is_last or progress.stop_reason is not None
-            is_interrupted = stop.signal_number is not None
-            is_old = max_age_s is not None and time.monotonic() - saved_at >= max_age_s
-            is_due = is_old or is_best or step % self.config.save_interval_steps == 0
-            if is_interrupted or (self.config.keep_checkpoints is not None if has_ended else is_due):
-                self.commit()
-                saved_at = time.monotonic()
+            with recorded_error(self.paths, step):
+                started = time.perf_counter()
+                metrics = self.trainer.step(batches[step - 1])
+                metrics["perf/train_s"] = time.perf_counter() - started
+                metrics["perf/trained_tokens_per_s"] = metrics["train/num_trained_tokens"] / metrics["perf/train_s"]
+                metrics["train/epoch"] = epochs[step - 1]
+                monitor.log(step, "train", metrics)
+                progress.step = step
+                progress.losses.append(metrics["train/loss"])
+                is_last = step == len(batches)
+                is_best = self.evaluate(stopping, is_last=is_last)
+                if progress.stop_reason is not None:
+                    monitor.show_line(f"ended early, after step {step} of {len(batches)}: {progress.stop_reason}")
+                has_ended = is_last or progress.stop_reason is not None
+                is_interrupted = stop.signal_number is not None
+                is_old = time.monotonic() - saved_at >= max_age_s
+                is_due = is_old or is_best or step % self.config.save_interval_steps == 0
+                if is_interrupted or (self.config.keep_checkpoints is not None if has_ended else is_due):
+                    self.commit()
+                    saved_at = time.monotonic()
 
     def build_early_stopping(self) -> EarlyStopping | None:
         """The rule of `early_stopping` with the evaluations up to the checkpoint; None without the knob."""
@@ -288,18 +293,15 @@ class OfflineTraining:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the best weights to `model/`, which are those of the model or of a checkpoint, then remove checkpoints
         beyond `keep_checkpoints`."""
-        best_step = self.progress.best_step
+        step, best_step = self.progress.step, self.progress.best_step
         assert best_step is not None
-        with new_folder(self.paths.root / MODEL, {"step": best_step, "figures": dict(summary)}) as temporary:
-            if best_step == self.progress.step:
-                check_free_space(temporary, estimate_checkpoint_bytes(self.model, {}))
-                save_model_files(temporary, self.model, self.plan.tokenizer)
-            else:
-                best = self.paths.checkpoint(best_step)
-                check_complete(best)
-                shutil.copytree(
-                    best, temporary, ignore=shutil.ignore_patterns(TRAINER_FOLDER, DONE), dirs_exist_ok=True
-                )
+        record = {"step": best_step, "figures": dict(summary)}
+        with recorded_error(self.paths, step), new_folder(self.paths.root / MODEL, record) as temporary:
+            if best_step != step:
+                check_complete(self.paths.checkpoint(best_step))
+                restore_weights(self.paths.checkpoint(best_step), self.model)
+            check_free_space(temporary, estimate_checkpoint_bytes(self.model, {}))
+            save_model_files(temporary, self.model, self.plan.tokenizer)
         remove_old_checkpoints(self.paths.root, num_kept=self.config.keep_checkpoints or 0)
 
 
@@ -323,9 +325,15 @@ def summarize_training(plan: OfflinePlan, progress: OfflineProgress) -> dict[str
         "num_rows": count_rows(plan.samples),
         "num_eval_rows": count_rows(plan.eval_samples),
         "num_dropped_rows": plan.num_dropped_rows,
-        "num_trained_tokens": sum(sum(sample.is_sampled) for sample in plan.samples),
+        "num_trained_tokens": count_trained_tokens(plan.samples),
         "stop_reason": progress.stop_reason,
+        "total_trained_tokens": sum(map(count_trained_tokens, plan.batches[: progress.step])),
     }
+
+
+def count_trained_tokens(samples: Sequence[Sample]) -> int:
+    """Tokens with a gradient; probes have none."""
+    return sum(sum(sample.is_sampled) for sample in samples if any(sample.advantages))
 
 
 def check_stage(config: OfflineConfig) -> None:
@@ -346,7 +354,7 @@ def run_stage(config: SftConfig | PreferenceConfig, *, out_dir: Path, choose_mod
     }
     return StageResult(
         model=result.folder,
-        tokens=result.num_trained_tokens * config.num_epochs,
+        tokens=result.total_trained_tokens,
         device=describe_device(config.model.device, config.num_cpu_threads),
         figures={name: figure for name, figure in figures.items() if figure is not None},
     )
@@ -375,7 +383,8 @@ def resume_training(workspace: Workspace, config: OfflineConfig, sources: Mappin
     mutable_keys = MUTABLE_KEYS if checkpoint is not None else (*type(config).model_fields, "sources")
     workspace.check_config(config, mutable_keys=mutable_keys, sources=sources)
     workspace.begin(config, sources)
-    workspace.remove(workspace.root / MODEL)
+    if (model := workspace.root / MODEL).is_dir():
+        remove_tree(model)
     return checkpoint
 
 

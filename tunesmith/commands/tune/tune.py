@@ -6,6 +6,7 @@ committed. A stage of a pipeline is such a run in the folder of the stage.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -67,6 +68,7 @@ from tunesmith.runs.policy import BuildModel, Policy, load_actors
 from tunesmith.runs.record import RunRecord
 from tunesmith.runs.result import TrainingResult, require_path
 from tunesmith.runs.run_folder import RunFolder, describe_interruption, open_run_folder, set_learning_rate
+from tunesmith.runs.workspace import recorded_error
 from tunesmith.storage import check_free_space, remove_tree, save_json
 from tunesmith.trainer.sharding.sharded_model import find_sharding, gather_state
 from tunesmith.types import Group, JudgeType, WorkflowType
@@ -297,15 +299,16 @@ class Training:
         first_step, timed_steps = restore(self.folder, self.rank.policy, self.parts)
         self.show_notes(first_step)
         control.replay(committed_step=first_step)
-        # first what a killed run has replaced and not removed, as the next checkpoint may need the space
-        self.remove_replaced([step for step in timed_steps if step != first_step])
+        if first_step:  # first what a killed run has not tidied up, as the next checkpoint may need the space
+            self.tidy_up(first_step, [step for step in timed_steps if step != first_step])
         rank = self.rank
         num_bytes = count_checkpoint_bytes(rank.policy, self.parts.trainer.trainer, rank.roles.trainers)
         check_free_space(self.folder.paths.root, num_bytes)
         evaluations: dict[str, EvaluationResult] = {}
         if first_step == 0 and rank.config.evaluation.at_start:
-            evaluations = await self.evaluate(0)
-            control.raise_error()
+            with recorded_error(self.folder.paths, 0):
+                evaluations = await self.evaluate(0)
+                control.raise_error()
         with StopAfterStep() as stop:
             result = await self.run_steps(first_step, timed_steps, evaluations, stop)
             return RunEnd(result=result, signal_number=stop.signal_number)
@@ -323,24 +326,24 @@ class Training:
         step = first_step
         metrics: dict[str, float] = {}
         updates, checksum = UpdateLog(monitor.show_line, config.trainer), trainer.compute_checksum()
-        saved_at, is_interrupted = time.monotonic(), False
+        saved_at, max_age_s, is_interrupted = time.monotonic(), config.save_interval_s or math.inf, False
         while step < self.plan.total_steps and control.stop is None and not is_interrupted:
             step += 1
-            result = await self.run_saved_step(step)
-            metrics = result.metrics
-            updates.add(step, metrics, result.batch.collected)
-            monitor.log(step, "train", metrics)
-            self.show_failures(result.batch.collected)
-            await control.end_step(step, result)
-            if control.is_last(step) or is_due(step, config.evaluation.interval_steps):
-                evaluations = await self.evaluate(step) or evaluations
-            is_interrupted = stop.signal_number is not None
-            is_kept = control.is_saved(step) or is_due(step, config.save_interval_steps) or is_interrupted
-            age_s = time.monotonic() - saved_at
-            if is_kept or (config.save_interval_s is not None and age_s >= config.save_interval_s):
-                await self.save(step, replaced_steps=timed_steps, is_timed=not is_kept)
-                saved_at, timed_steps = time.monotonic(), [] if is_kept else [step]
-            control.raise_error()
+            with recorded_error(self.folder.paths, step):
+                result = await self.run_saved_step(step)
+                metrics = result.metrics
+                updates.add(step, metrics, result.batch.collected)
+                monitor.log(step, "train", metrics)
+                self.show_failures(result.batch.collected)
+                await control.end_step(step, result)
+                if control.is_last(step) or is_due(step, config.evaluation.interval_steps):
+                    evaluations = await self.evaluate(step) or evaluations
+                is_interrupted = stop.signal_number is not None
+                is_kept = control.is_saved(step) or is_due(step, config.save_interval_steps) or is_interrupted
+                if is_kept or time.monotonic() - saved_at >= max_age_s:
+                    await self.save(step, replaced_steps=timed_steps, is_timed=not is_kept)
+                    saved_at, timed_steps = time.monotonic(), [] if is_kept else [step]
+                control.raise_error()
         updates.close(has_new_weights=trainer.compute_checksum() != checksum)
         if (ending := control.save_ending(step, first_step=first_step)) is not None:
             monitor.show_line(ending)
@@ -378,9 +381,8 @@ class Training:
         path = paths.rollouts(step)
         try:
             result = await run_step(self.parts, step=step, progress=progress, record=partial(save_rollouts, path))
-        except TunesmithError as error:
+        except TunesmithError:
             save_unfinished(path, progress.finished)
-            save_json(paths.error, {"step": step, "error": type(error).__name__, "message": str(error)})
             raise
         self.parts.tasks.save_selection(paths.selection(step))
         return result
@@ -418,24 +420,25 @@ class Training:
         await self.control.end_checkpoint(step)
 
     def commit(self, run_state: Mapping[str, Any], replaced_steps: Sequence[int]) -> None:
-        """Save a checkpoint, then merge files of committed steps and remove old checkpoints."""
-        paths, model, step = self.folder.paths, self.rank.policy.model, run_state["step"]
+        """Save a checkpoint, then tidy up."""
+        model, step = self.rank.policy.model, run_state["step"]
         save_checkpoint(
-            paths.checkpoint(step),
+            self.folder.paths.checkpoint(step),
             model,
             self.rank.policy.tokenizer,
             weights=None if find_sharding(model) is None else gather_state(model),
             trainer_state=self.parts.trainer.trainer.state_dict(),
             run_state=run_state,
         )
+        self.tidy_up(step, replaced_steps)
+
+    def tidy_up(self, step: int, replaced_steps: Sequence[int]) -> None:
+        """After the checkpoint of `step`: merge files of committed steps, and remove the checkpoints of
+        `replaced_steps` and all but `keep_checkpoints`; the best one stays."""
+        paths, num_kept = self.folder.paths, self.rank.config.keep_checkpoints
         save_json(paths.last_commit, {"step": step})
         merge_steps(paths, committed_step=step, steps_per_file=self.rank.config.steps_per_file)
         self.control.save_best()
-        self.remove_replaced(replaced_steps)
-
-    def remove_replaced(self, replaced_steps: Sequence[int]) -> None:
-        """Remove the checkpoints of `replaced_steps` and all but `keep_checkpoints`; the best one stays."""
-        paths, num_kept = self.folder.paths, self.rank.config.keep_checkpoints
         best_step = None if self.control.best is None else self.control.best.step
         for each in replaced_steps:
             if each != best_step and paths.checkpoint(each).is_dir():

@@ -192,7 +192,7 @@ def format_held_out(initial: Sequence[Trajectory], tuned: Sequence[Trajectory], 
     """The first tasks with the rewards of both prompts and the answer under the tuned one."""
 
     def cell(text: str) -> str:
-        return shorten(" ".join(text.replace("|", "/").split()), MAX_CELL_CHARS)
+        return shorten(" ".join(text.split()), MAX_CELL_CHARS)
 
     def reward(run: Trajectory) -> str:
         return "failed" if run.reward is None else f"{run.reward:.4g}"

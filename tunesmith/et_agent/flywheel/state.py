@@ -17,7 +17,7 @@ from tunesmith.environments.transcript import Transcript
 from tunesmith.errors import ConfigError
 from tunesmith.et_agent.flywheel.operators import FOR_CORRECT
 from tunesmith.rollout.seeds import derive_seed
-from tunesmith.runs.workspace import Workspace
+from tunesmith.runs.workspace import Workspace, check_same
 from tunesmith.storage import Journal
 
 Outcome = Literal["kept", "duplicate", "nothing", "unscored", "failed"]
@@ -86,7 +86,7 @@ class Attempts:
             self._journal.append(inputs)
             return
         header, *rows = self._journal.rows
-        workspace.check_same(header, inputs, place=self._journal.path)
+        check_same(self._journal.path, header, inputs)
         ends = [number for number, row in enumerate(rows) if "batch" in row]
         for start, end in pairwise([-1, *ends]):
             self._saved.append([Record.from_json(row) for row in rows[start + 1 : end]])
