@@ -27,8 +27,6 @@ from tunesmith.config.section import Needs, Unused
 from tunesmith.errors import ConfigError, first_line
 
 AnySection = TypeVar("AnySection", bound=Section)
-VARIABLES = "variables"
-"""The key of a pipeline's own values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,32 +105,28 @@ def load_values(
             assert isinstance(merged, DictConfig)
     for override in overrides:
         apply_override(merged, override)
-    resolved = resolve_values(merged, path)
-    for override in overrides:
-        check_variable(override.partition("=")[0].strip(), merged, resolved)
-    return resolved
-
-
-def resolve_values(merged: DictConfig, path: Path | str | None) -> dict[str, Any]:
     try:
         resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key or path}: {describe_unresolved(error)}") from error
     assert isinstance(resolved, dict)
+    for override in overrides:
+        check_variable(override.partition("=")[0].strip(), merged, resolved)
     return resolved
 
 
-def check_variable(key: str, merged: DictConfig, resolved: Mapping[str, Any]) -> None:
-    """Raise if `key` is one of the file's own `variables` and no other key changes with it."""
-    if not key.startswith(f"{VARIABLES}."):
+def check_variable(key: str, merged: DictConfig, resolved: dict[str, Any]) -> None:
+    """Raise if `key` is one of a pipeline's own `variables`, and no other key changes with it."""
+    name, dot, _ = key.partition(".")
+    if name != "variables" or not dot:
         return
     probe = copy.deepcopy(merged)
     OmegaConf.update(probe, key, "a value that no file has")
     try:
-        changed = resolve_values(probe, None)
-    except ConfigError:  # a part of the variable is used
+        changed: Any = OmegaConf.to_container(probe, resolve=True)
+    except OmegaConfBaseException:  # a part of the variable is used
         return
-    if {**changed, VARIABLES: None} == {**resolved, VARIABLES: None}:
+    if changed | {name: None} == resolved | {name: None}:
         raise ConfigError(
             f"{key} has no effect: no key of the file has ${{{key}}}. Anchors (&) are copied before it is set; set the "
             "keys of the stages"
