@@ -44,17 +44,6 @@ TOOL_AGENTS = (TOOL_AGENT, "tunesmith.environments:tool_agent")
 """How files name it."""
 PLAY_FUNCTION = "tunesmith.environments.episode:play"
 
-FORMER_NAMES = {
-    "tunesmith.commands.prepare.pocket_base": "recipes.pocket.pocket_base",
-    "tunesmith.et_agent.flywheel.scripted_roles": "recipes.et_agent.scripted_roles",
-    "tunesmith.pipeline.flywheel.scripted_roles": "recipes.et_agent.scripted_roles",
-    "tunesmith.pipeline.prepare.pocket_base": "recipes.pocket.pocket_base",
-    "tunesmith.pipeline.prepare.world_expert": "recipes.world.conversations",
-    "tunesmith.et_agent.world": "recipes.world",
-    "tunesmith.tasks.world": "recipes.world",
-}
-"""Modules and packages whose functions files of earlier versions name."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomComponents:
@@ -299,9 +288,6 @@ def split_spec(spec: str, *, knob: str) -> tuple[str, str]:
     source, colon, name = spec.rpartition(":")
     if not colon or not source or not name:
         raise ConfigError(f"{knob}={spec!r} must have the form module:function or file.py:function")
-    for former, present in FORMER_NAMES.items():
-        if f"{source}.".startswith(f"{former}."):
-            return present + source.removeprefix(former), name
     return source, name
 
 
