@@ -26,9 +26,8 @@ from tunesmith.commands.export.verify import build_prompts, check_hf_folder, com
 from tunesmith.commands.stage import ChooseModel, StageResult
 from tunesmith.config import ExportSection
 from tunesmith.errors import ConfigError, ModelError
-from tunesmith.model.adapters.adapter import check_adapter, check_fingerprint
 from tunesmith.model.checkpoint import SMALL_FILES_BYTES, save_model_files
-from tunesmith.model.load import check_vocabulary, load_config, load_model, load_tokenizer
+from tunesmith.model.load import check_model, check_vocabulary, load_model, load_tokenizer
 from tunesmith.model.source.resolve import BASE_FINGERPRINT
 from tunesmith.model.torch_modes import set_num_threads
 from tunesmith.runs.result import ModelResult, require_path
@@ -126,12 +125,7 @@ def build_plan(settings: ExportSection, source: ExportSource) -> ExportPlan:
             "folder that holds adapter_config.json"
         )
     options: dict[str, Any] = {"base_path": settings.base_path, "trust_remote_code": settings.trust_remote_code}
-    config = load_config(source.path, **options)
-    if source.adapter is not None:
-        check_adapter(source.adapter, config)
-        check_fingerprint(source.adapter)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"path={settings.path!r} holds quantized weights; export the model before quantization")
+    config = check_model(source.path, **options)
     tokenizer = load_tokenizer(source.path, chat_template=settings.chat_template, **options)
     gguf = None
     if "gguf" in settings.formats:

@@ -23,11 +23,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from tunesmith.config import LoraSection
 from tunesmith.errors import ModelError, StorageError
 from tunesmith.model.adapters.adapter import KEY_PREFIX, build_meta_model, has_same_layout
-from tunesmith.model.experts import ADAPTERS, find_expert_weights
+from tunesmith.model.experts import ADAPTERS, find_expert_weights, find_routers
 from tunesmith.model.source.fingerprint import compute_fingerprint
 from tunesmith.model.source.resolve import ADAPTER_WEIGHTS, BASE_FINGERPRINT, AdapterFiles
 from tunesmith.model.towers import list_towers
@@ -205,9 +206,11 @@ def attach_adapter(model: PreTrainedModel, adapter: AdapterFiles, *, is_trainabl
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"the adapter {str(adapter.folder)!r} cannot be loaded: {reason[:300]}") from error
-    expected = {KEY_PREFIX + name for name in read_adapter_state(model)}
-    if missing := sorted(expected - saved.keys()):
+    state = read_adapter_state(model)
+    if missing := sorted(state.keys() - saved.keys()):
         raise ModelError(f"the adapter {str(adapter.folder)!r} is incomplete: it has no {missing[0]}")
+    # PEFT renames tensors of some families, and drops those that it then does not find (shared experts of Laguna)
+    copy_state(saved, state)
     return peft_model
 
 
@@ -237,11 +240,13 @@ def resolve_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> t
     `layer_idx`. A name is that of linear layers or, if there are none, of weights of experts."""
     if isinstance(targets, tuple):
         return find_named_targets(model, targets)
-    refused = {"out_proj"} if model.config.get_text_config().model_type in NO_OUT_PROJ else set()
+    refused = find_reserved_names(model)
+    if model.config.get_text_config().model_type in NO_OUT_PROJ:
+        refused.add("out_proj")
     if targets != "attention":
         weights = sorted({shorten(name) for name in find_expert_weights(model)})
-        linear = {name.rpartition(".")[2] for name in list_linear_layers(model)} - refused
-        return (sorted(linear - find_reserved_names(model)), weights) if weights or refused else (targets, [])
+        linear = {name.rpartition(".")[2] for name in list_linear_layers(model)}
+        return (sorted(linear - refused), weights) if weights or refused else (targets, [])
     names = {
         name
         for module in model.modules()
@@ -264,9 +269,16 @@ def set_adapter_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def read_adapter_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The adapter's tensors, not copied, by PEFT's names without `KEY_PREFIX`."""
+    """The adapter's tensors, not copied, by the names in PEFT's files."""
     state: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
-    return state
+    return {KEY_PREFIX + name: tensor for name, tensor in state.items()}
+
+
+@torch.no_grad()
+def copy_state(saved: dict[str, Tensor], state: dict[str, Tensor]) -> None:
+    """Copy saved tensors into those of the model, in place."""
+    for name, tensor in state.items():
+        tensor.copy_(saved[name])
 
 
 def save_adapter(folder: Path, model: PreTrainedModel) -> None:
@@ -274,7 +286,7 @@ def save_adapter(folder: Path, model: PreTrainedModel) -> None:
     config = copy(model.peft_config[ADAPTER])
     config.inference_mode = True
     config.save_pretrained(str(folder))
-    state = {KEY_PREFIX + name: tensor.contiguous() for name, tensor in read_adapter_state(model).items()}
+    state = {name: tensor.contiguous() for name, tensor in read_adapter_state(model).items()}
     save_file(state, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     fingerprint = compute_fingerprint(str(config.base_model_name_or_path))
     if fingerprint is not None:
@@ -287,12 +299,10 @@ def restore_adapter(folder: Path, model: PreTrainedModel) -> None:
         saved = load_file(folder / ADAPTER_WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise StorageError(f"cannot read the adapter in {folder}: {error}") from error
-    state = {KEY_PREFIX + name: tensor for name, tensor in read_adapter_state(model).items()}
+    state = read_adapter_state(model)
     if state.keys() != saved.keys() or any(not has_same_layout(saved[name], state[name]) for name in state):
         raise StorageError(f"{folder} does not hold the adapter of this model: layers, shapes or dtypes differ")
-    with torch.no_grad():
-        for name, tensor in state.items():
-            tensor.copy_(saved[name])
+    copy_state(saved, state)
 
 
 def shorten(name: str) -> str:
@@ -301,10 +311,12 @@ def shorten(name: str) -> str:
 
 
 def list_linear_layers(model: PreTrainedModel, *, has_head: bool = False) -> list[str]:
-    """Names of the linear layers of the text decoder."""
-    towers, head = tuple(f"{name}." for name in list_towers(model)), model.get_output_embeddings()
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return [name for name, module in layers if not name.startswith(towers) and (has_head or module is not head)]
+    """Names of the linear layers of the text decoder, without routers, which stay frozen."""
+    towers, others = tuple(f"{name}." for name in list_towers(model)), find_routers(model)
+    if not has_head:
+        others.append(model.get_output_embeddings())
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    return [name for name, module in layers if not name.startswith(towers) and module not in others]
 
 
 def find_reserved_names(model: PreTrainedModel) -> set[str]:
