@@ -212,8 +212,7 @@ def load_model(
     """
     source = find_model(path, base_path)
     config = load_config(path, trust_remote_code=trust_remote_code, base_path=base_path)
-    if source.gguf_file is None:
-        check_stored_weights(path, config, lora)
+    check_stored_weights(path, config, lora)
     quantization: dict[str, Any] = {}
     if lora is not None and lora.quantization == "nf4":
         from tunesmith.model.adapters.lora import build_quantization  # PEFT takes seconds to import

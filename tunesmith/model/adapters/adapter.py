@@ -7,7 +7,7 @@ base's weights. PEFT is not imported here, because that takes seconds.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,9 +116,11 @@ def has_adapter(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
-def has_same_layout(one: Tensor, other: Tensor, *, dtype: torch.dtype | None = None) -> bool:
-    """Whether one tensor can be copied into the other; `dtype`: any dtype of the source will do."""
-    return one.shape == other.shape and (dtype is not None or one.dtype == other.dtype)
+@torch.no_grad()
+def copy_state(saved: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Copy saved tensors into those of a model, in place."""
+    for name, tensor in state.items():
+        tensor.copy_(saved[name])
 
 
 @contextmanager

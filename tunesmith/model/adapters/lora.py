@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tunesmith.config import LoraSection
 from tunesmith.errors import ModelError, StorageError
-from tunesmith.model.adapters.adapter import KEY_PREFIX, build_meta_model, has_same_layout
+from tunesmith.model.adapters.adapter import KEY_PREFIX, build_meta_model, copy_state
 from tunesmith.model.experts import ADAPTERS, find_expert_weights, find_routers
 from tunesmith.model.source.fingerprint import compute_fingerprint
 from tunesmith.model.source.resolve import ADAPTER_WEIGHTS, BASE_FINGERPRINT, AdapterFiles
@@ -274,13 +274,6 @@ def read_adapter_state(model: PreTrainedModel) -> dict[str, Tensor]:
     return {KEY_PREFIX + name: tensor for name, tensor in state.items()}
 
 
-@torch.no_grad()
-def copy_state(saved: dict[str, Tensor], state: dict[str, Tensor]) -> None:
-    """Copy saved tensors into those of the model, in place."""
-    for name, tensor in state.items():
-        tensor.copy_(saved[name])
-
-
 def save_adapter(folder: Path, model: PreTrainedModel) -> None:
     """Write the adapter in PEFT's format, with a fingerprint of its base if the base has safetensors files."""
     config = copy(model.peft_config[ADAPTER])
@@ -300,7 +293,8 @@ def restore_adapter(folder: Path, model: PreTrainedModel) -> None:
     except (OSError, SafetensorError) as error:
         raise StorageError(f"cannot read the adapter in {folder}: {error}") from error
     state = read_adapter_state(model)
-    if state.keys() != saved.keys() or any(not has_same_layout(saved[name], state[name]) for name in state):
+    layout, saved_layout = ({name: (each.shape, each.dtype) for name, each in of.items()} for of in (state, saved))
+    if layout != saved_layout:
         raise StorageError(f"{folder} does not hold the adapter of this model: layers, shapes or dtypes differ")
     copy_state(saved, state)
 
