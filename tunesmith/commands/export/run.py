@@ -142,9 +142,8 @@ def build_plan(settings: ExportSection, source: ExportSource) -> ExportPlan:
 
 def choose_dtype(settings: ExportSection, config: PretrainedConfig) -> torch.dtype:
     """Type of the exported weights; float32 for a model whose config names no type."""
-    dtype: torch.dtype | None = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    if dtype is None:
-        return torch.float32
+    stored = config.dtype or torch.float32
+    dtype: torch.dtype = stored if settings.dtype == "auto" else getattr(torch, settings.dtype)
     if dtype not in STORED_DTYPES:
         raise ModelError(f"the model's weights are stored as {dtype}; set dtype to float32, bfloat16 or float16")
     return dtype

@@ -240,9 +240,8 @@ def resolve_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> t
     `layer_idx`. A name is that of linear layers or, if there are none, of weights of experts."""
     if isinstance(targets, tuple):
         return find_named_targets(model, targets)
-    refused = find_reserved_names(model)
-    if model.config.get_text_config().model_type in NO_OUT_PROJ:
-        refused.add("out_proj")
+    has_mamba = model.config.get_text_config().model_type in NO_OUT_PROJ
+    refused = find_reserved_names(model) | ({"out_proj"} if has_mamba else set())
     if targets != "attention":
         weights = sorted({shorten(name) for name in find_expert_weights(model)})
         linear = {name.rpartition(".")[2] for name in list_linear_layers(model)}
@@ -327,7 +326,7 @@ def find_named_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tupl
     PEFT ignores if another does."""
     known: tuple[list[str], list[str]] = (list_linear_layers(model, has_head=True), find_expert_weights(model))
     found: tuple[list[str], list[str]] = ([], [])
-    reserved = find_reserved_names(model) if known[1] else set()
+    reserved = find_reserved_names(model)
     for target in targets:
         kind = next((kind for kind in (0, 1) if any(f".{name}".endswith(f".{target}") for name in known[kind])), None)
         if kind is None:
