@@ -419,7 +419,7 @@ def check_lengths(config: PretrainedConfig, max_model_len: int) -> None:
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a tokenizer with ids beyond the model's embeddings."""
-    num_embeddings = model.get_input_embeddings().num_embeddings
+    num_embeddings = len(model.get_input_embeddings().weight)
     largest = max(tokenizer.get_vocab().values())
     if largest >= num_embeddings:
         raise ModelError(
