@@ -347,3 +347,7 @@ def test_a_pattern_of_targets_is_named_whole(base, tmp_path):
     section = ModelSection(path=str(tmp_path), base_path=str(base), lora=LoraSection(target_modules=("q_proj",)))
     with pytest.raises(ModelError, match=r"but the adapter .* has \['\.\*"):
         check_section(section)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text()) | {"target_modules": None}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=r"but the adapter .* has \[\]"):
+        check_section(section)

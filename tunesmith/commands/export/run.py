@@ -189,13 +189,8 @@ def verify_formats(plan: ExportPlan, model: PreTrainedModel, folder: Path) -> di
     prompts = build_prompts(plan.tokenizer)
     checks: dict[str, dict[str, float]] = {}
     if "hf" in plan.settings.formats:
-        checks["hf"] = check_hf_folder(
-            folder / "hf",
-            plan.tokenizer,
-            prompts,
-            compute_logits(model, prompts),
-            trust_remote_code=plan.settings.trust_remote_code,
-        )
+        expected, is_trusted = compute_logits(model, prompts), plan.settings.trust_remote_code
+        checks["hf"] = check_hf_folder(folder / "hf", plan.tokenizer, prompts, expected, trust_remote_code=is_trusted)
     if plan.gguf is not None:
         expected = compute_logits(model.float(), prompts)
         checks |= check_gguf_files(plan.gguf, folder / "gguf", plan.tokenizer, prompts, expected)

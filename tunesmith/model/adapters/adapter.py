@@ -71,8 +71,7 @@ def check_same_adapter(adapter: AdapterFiles, lora: LoraSection) -> None:
         requested = getattr(lora, key)
         if requested not in (value, getattr(defaults, key)):
             raise ModelError(f"model.lora.{key}={requested:g}, but the adapter {str(adapter.folder)!r} has {value:g}")
-    modules = adapter.target_modules
-    known = [*([modules] if isinstance(modules, str) else modules), *adapter.target_parameters]
+    known = [*adapter.target_modules, *adapter.target_parameters]
     if isinstance(lora.target_modules, tuple) and set(lora.target_modules) != set(known):
         raise ModelError(
             f"model.lora.target_modules={list(lora.target_modules)}, but the adapter {str(adapter.folder)!r} has "
