@@ -6,7 +6,9 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from engines import build_engine, build_prompts, compute_reference_logits, generate_all
 from tiny_models import build_tiny
@@ -14,7 +16,7 @@ from tunesmith.config import LoraSection
 from tunesmith.engine.cpu.layers import MIN_WEIGHTS, OneDnnLinears
 from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.forward.attention import use_plan_attention
-from tunesmith.model.load import load_model
+from tunesmith.model.load import check_vocabulary, load_model, load_tokenizer
 from tunesmith.model.torch_modes import replaced
 from tunesmith.types import Distribution, Sampling
 
@@ -51,6 +53,23 @@ def test_logprobs_are_those_of_the_current_adapter(name):
             seen.append(completion.sampled_ids)
         engine.pause()
     assert seen[:2] != seen[2:]
+
+
+def test_an_adapter_of_embeddings_is_sampled_as_peft_computes_it(pocket_folder, tmp_path):
+    plain = AutoModelForCausalLM.from_pretrained(pocket_folder, dtype=torch.float32)
+    config = LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"], base_model_name_or_path=str(pocket_folder))
+    theirs = get_peft_model(plain, config).eval()
+    change_adapter(theirs, 1)
+    theirs.save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"), lora=LoraSection())
+    check_vocabulary(model, load_tokenizer(str(pocket_folder)))
+    engine = build_engine(model)
+    engine.resume(1)
+    (prompt,) = build_prompts(7)
+    (completion,) = generate_all(engine, [prompt], Sampling(distribution=Distribution(), max_tokens=6))
+    logits = compute_reference_logits(theirs, prompt, completion.sampled_ids)
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.sampled_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_an_adapter_on_a_4_bit_model_is_sampled_as_it_is_trained(pocket_folder):

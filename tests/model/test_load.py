@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -305,3 +306,37 @@ def test_families_that_transformers_loads_with_other_attention_or_sizes_are_load
     verify_model(model)
     ids = torch.arange(3, 30)[None]
     torch.testing.assert_close(model(ids).logits, expected(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_model_without_one_of_its_weights_is_refused(name, folder, tmp_path):
+    """transformers draws it at random, and warns."""
+    shutil.copytree(folder, tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    del weights[name]
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"lacks 1 of the weights .* such as {name}"):
+        load_model(str(tmp_path / "model"), dtype=torch.float32, device=CPU)
+
+
+def change_config(folder, tmp_path, **values):
+    shutil.copytree(folder, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    return str(tmp_path / "model")
+
+
+def test_quantized_weights_are_refused_without_an_adapter(folder, tmp_path):
+    path = change_config(folder, tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    with pytest.raises(ModelError, match=r"holds quantized weights \(bitsandbytes\)"):
+        check_model(path, max_model_len=64)
+    with pytest.raises(ModelError, match=r"holds quantized weights \(bitsandbytes\)"):
+        load_model(path, dtype=torch.float32, device=CPU)
+    check_model(path, max_model_len=64, lora=LoraSection())
+
+
+def test_a_package_that_modeling_code_needs_is_named(folder, tmp_path):
+    path = change_config(folder, tmp_path, auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
+    (tmp_path / "model" / "modeling_own.py").write_text("import no_such_package\n")
+    with pytest.raises(ModelError, match="cannot be loaded: .*no_such_package"):
+        load_model(path, dtype=torch.float32, device=CPU, trust_remote_code=True)

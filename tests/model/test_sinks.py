@@ -10,8 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fakes import build_chat_tokenizer
 from tiny_models import build_tiny
-from tunesmith.config import LoraSection
+from tunesmith.commands.export.run import run_export
+from tunesmith.config import ExportSection, LoraSection
 from tunesmith.model.adapters.lora import save_adapter
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.load import load_model
@@ -46,7 +48,7 @@ def pack(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_in_four_bits_are_dequantized_when_they_are_loaded(dtype, tmp_path):
     model = copy.deepcopy(build_tiny("gpt_oss"))
-    model.config.intermediate_size = 32
+    model.config.intermediate_size, model.config.vocab_size = 32, 512
     model = type(model)(model.config).to(dtype)
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -70,6 +72,11 @@ def test_experts_in_four_bits_are_dequantized_when_they_are_loaded(dtype, tmp_pa
     again = load_model(str(tmp_path / "saved"), dtype=dtype, device=CPU)
     for name, values in again.state_dict().items():
         assert torch.equal(values, state[name]), name
+    build_chat_tokenizer("{{ messages }}").save_pretrained(tmp_path)
+    exported = run_export(ExportSection(path=str(tmp_path), has_verification=False), out_dir=tmp_path / "export")
+    again = load_model(exported.model_path, dtype=dtype, device=CPU)
+    for name, values in again.state_dict().items():
+        assert torch.equal(values.to(torch.bfloat16), state[name].to(torch.bfloat16)), name
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma4"])

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import logging as transformers_logging
 
 from tunesmith.errors import StorageError
-from tunesmith.model.adapters.adapter import has_adapter, has_same_layout
+from tunesmith.model.adapters.adapter import copy_state, has_adapter
 from tunesmith.model.towers import copy_processor
 from tunesmith.storage import (
     DONE,
@@ -148,10 +148,7 @@ def restore_weights(folder: Path, model: PreTrainedModel) -> None:
 
         restore_adapter(folder, model)
         return
-    source = load_model_state(folder, model)
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            tensor.copy_(source[name])
+    copy_state(load_model_state(folder, model), model.state_dict())
 
 
 def load_model_state(
@@ -165,9 +162,12 @@ def load_model_state(
             raise StorageError(f"cannot read the weights in {folder}: {error}") from error
     missing = sorted(report["missing_keys"])
     source: dict[str, torch.Tensor] = loaded.state_dict()
-    target = model.state_dict()
     differing = [
-        name for name in target if name not in source or not has_same_layout(source[name], target[name], dtype=dtype)
+        name
+        for name, tensor in model.state_dict().items()
+        if name not in source
+        or source[name].shape != tensor.shape
+        or (dtype is None and source[name].dtype != tensor.dtype)
     ]
     if missing or differing:
         named = ", ".join((missing + differing)[:3])

@@ -34,12 +34,7 @@ from transformers import (
 from tunesmith.config import LoraSection, ModelSection
 from tunesmith.errors import ModelError
 from tunesmith.hub import offline_if_unreachable
-from tunesmith.model.adapters.adapter import (
-    build_meta_model,
-    check_adapter,
-    check_fingerprint,
-    check_same_adapter,
-)
+from tunesmith.model.adapters.adapter import build_meta_model, check_adapter, check_same_adapter
 from tunesmith.model.checkpoint import hidden_progress_bars
 from tunesmith.model.forward.attention import check_architecture, check_attention_interface, use_plan_attention
 from tunesmith.model.forward.exact import check_exact, use_exact_numerics
@@ -50,6 +45,7 @@ from tunesmith.model.towers import choose_attention, find_auto_class, train_all_
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOAD_ERRORS = (
     OSError,
+    ImportError,
     ValueError,
     KeyError,
     IndexError,
@@ -60,7 +56,7 @@ LOAD_ERRORS = (
     StrictDataclassError,
     pickle.UnpicklingError,
 )
-"""Errors that transformers raises for missing, damaged or unknown files."""
+"""Errors that transformers raises for missing, damaged or unknown files, and for packages that reading them needs."""
 
 
 @contextmanager
@@ -216,6 +212,7 @@ def load_model(
     """
     source = find_model(path, base_path)
     config = load_config(path, trust_remote_code=trust_remote_code, base_path=base_path)
+    check_stored_weights(path, config, lora)
     quantization: dict[str, Any] = {}
     if lora is not None and lora.quantization == "nf4":
         from tunesmith.model.adapters.lora import build_quantization  # PEFT takes seconds to import
@@ -223,17 +220,24 @@ def load_model(
         quantization = {"quantization_config": build_quantization(dtype), "device_map": {"": device}}
     elif is_mxfp4(config):
         quantization = {"quantization_config": Mxfp4Config(dequantize=True)}
+    model: PreTrainedModel
     with loading(path, source), hidden_progress_bars():
-        model: PreTrainedModel = find_auto_class(config).from_pretrained(
+        model, report = find_auto_class(config).from_pretrained(
             source.name_or_path,
             dtype=dtype,
             attn_implementation=choose_attention(config),
             trust_remote_code=trust_remote_code,
+            output_loading_info=True,
             **source.kwargs,
             **quantization,
         )
     if source.gguf_file is not None:
         check_gguf_tensors(Path(source.name_or_path, source.gguf_file), model)
+    if missing := sorted(report["missing_keys"]):  # transformers has drawn them at random
+        raise ModelError(
+            f"{source.name_or_path!r} lacks {len(missing)} of the weights that its config.json describes, such as "
+            f"{missing[0]}; take the whole model"
+        )
     if source.gguf_file is not None or is_mxfp4(config):
         clear_quantization(model)
         model._weight_conversions = None  # those of MXFP4 would save dequantized weights under its names
@@ -334,6 +338,16 @@ def is_mxfp4(config: PretrainedConfig) -> bool:
     return (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
 
 
+def check_stored_weights(path: str, config: PretrainedConfig, lora: LoraSection | None = None) -> None:
+    """Refuse quantized weights without an adapter: they can neither be trained nor saved. MXFP4 is dequantized."""
+    quantization = getattr(config, "quantization_config", None)
+    if quantization and lora is None and not is_mxfp4(config):
+        raise ModelError(
+            f"{path!r} holds quantized weights ({quantization.get('quant_method')}), which are not trained, merged or "
+            "exported: take the model before quantization, or train an adapter with model.lora"
+        )
+
+
 def clear_quantization(model: PreTrainedModel) -> None:
     """Unmark weights read from GGUF or MXFP4 as quantized: they are dequantized, but could not be saved."""
     if hasattr(model.config, "quantization_config"):
@@ -350,6 +364,7 @@ def check_section(section: ModelSection) -> PretrainedConfig:
         max_model_len=section.max_model_len,
         trust_remote_code=section.trust_remote_code,
         base_path=section.base_path,
+        lora=section.lora,
     )
     load_section_tokenizer(section)
     check_residual_dtype(section, config)
@@ -374,16 +389,21 @@ def check_residual_dtype(section: ModelSection, config: PretrainedConfig) -> Non
 
 
 def check_model(
-    path: str, *, max_model_len: int, trust_remote_code: bool = False, base_path: str | None = None
+    path: str,
+    *,
+    max_model_len: int = 0,
+    trust_remote_code: bool = False,
+    base_path: str | None = None,
+    lora: LoraSection | None = None,
 ) -> PretrainedConfig:
     """Check everything about a model that can be checked without weights; return its configuration."""
     config = load_config(path, trust_remote_code=trust_remote_code, base_path=base_path)
     check_architecture(config)
+    check_stored_weights(path, config, lora)
     check_lengths(config, max_model_len)
     adapter = find_model(path, base_path).adapter
     if adapter is not None:
         check_adapter(adapter, config)
-        check_fingerprint(adapter)
     return config
 
 
@@ -399,7 +419,7 @@ def check_lengths(config: PretrainedConfig, max_model_len: int) -> None:
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a tokenizer with ids beyond the model's embeddings."""
-    num_embeddings = model.get_input_embeddings().num_embeddings
+    num_embeddings = len(model.get_input_embeddings().weight)
     largest = max(tokenizer.get_vocab().values())
     if largest >= num_embeddings:
         raise ModelError(

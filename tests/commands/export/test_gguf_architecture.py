@@ -15,7 +15,7 @@ from tunesmith.errors import ModelError
 
 def test_llama_metadata_has_every_size():
     described = describe_architecture(CONFIGS["smollm"])
-    assert described.name == "llama" and described.is_rotated_in_pairs
+    assert described.name == "llama" and described.rotated_heads == {"attn_q": 4, "attn_k": 2}
     assert described.fields == {
         "vocab_size": 416, "context_length": 512, "embedding_length": 64, "block_count": 2, "feed_forward_length": 96,
         "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16,
@@ -27,7 +27,7 @@ def test_llama_metadata_has_every_size():
 def test_the_head_size_may_exceed_the_hidden_size_per_head():
     fields = describe_architecture(CONFIGS["qwen3"]).fields
     assert fields["attention.key_length"] == fields["rope.dimension_count"] == 128
-    assert not describe_architecture(CONFIGS["qwen3"]).is_rotated_in_pairs
+    assert not describe_architecture(CONFIGS["qwen3"]).rotated_heads
 
 
 def compute_llama3_factor(wavelength: float) -> float:

@@ -70,7 +70,8 @@ def test_more_end_ids_than_gguf_can_store_are_refused():
 
 def test_the_pocket_tokenizer_is_refused():
     with pytest.raises(
-        ModelError, match=r"no supported pre-tokenizer of llama.cpp \(gpt-2, smollm, qwen2, llama-bpe, smaug-bpe\)"
+        ModelError,
+        match=r"no supported pre-tokenizer of llama.cpp \(gpt-2, .*, smaug-bpe, superbpe\)",
     ):
         describe_vocabulary(build_pocket_tokenizer(), CONFIG)
 

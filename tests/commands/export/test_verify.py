@@ -22,7 +22,7 @@ from tunesmith.commands.export.verify import (
 from tunesmith.errors import ModelError
 
 
-@pytest.mark.parametrize("wrong", [{"is_rotated_in_pairs": False}, {"rope_factors": None}])
+@pytest.mark.parametrize("wrong", [{"rotated_heads": {}}, {"rope_factors": None}])
 def test_a_file_with_wrong_computations_is_found(wrong, tmp_path):
     model, tokenizer = write_tiny_gguf("llama", tmp_path / "right.gguf"), build_tokenizer("llama-bpe")
     write_tiny_gguf("llama", tmp_path / "wrong.gguf", **wrong)

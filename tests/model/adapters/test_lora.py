@@ -8,9 +8,9 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AfmoeConfig, AutoModelForCausalLM, GPT2Config, LagunaConfig, PhimoeConfig
 
-from tiny_models import build_tiny
+from tiny_models import EXPERTS, GEMMA_SIZES, SIZES, build_tiny
 from tunesmith.commands.stage import check_models
 from tunesmith.config import AuxiliaryModelSection, LoraSection, ModelSection
 from tunesmith.errors import ModelError, StorageError
@@ -309,3 +309,45 @@ def test_groups_of_targets_leave_out_what_peft_refuses_with_mamba(name, targets)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert any(".in_proj." in name for name in names) and any(".q_proj." in name for name in names)
     assert not any(".out_proj." in name for name in names)
+
+
+MIXTURE = GEMMA_SIZES | EXPERTS | {"num_experts": 4, "num_local_experts": 4}
+FAMILIES = {
+    # the two names of its shared experts differ by a letter: PEFT dropped their adapters while it loaded them
+    "laguna": (LagunaConfig(**MIXTURE, shared_expert_intermediate_size=8), "all-linear"),
+    # PEFT takes the gate of its attention for that of its experts
+    "afmoe": (AfmoeConfig(**MIXTURE, num_dense_layers=1, num_shared_experts=1), "attention"),
+    # its router is a linear layer with several outputs
+    "phimoe": (PhimoeConfig(**SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}), "all-linear"),
+    # its layers have the weights of linear ones, transposed
+    "gpt2": (GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4), ("attn.c_attn", "c_fc")),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_adapter_of_layers_that_peft_knows_otherwise_is_saved_whole(family, tokenizer, tmp_path):
+    config, targets = copy.deepcopy(FAMILIES[family])
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config)
+    for weight in plain.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    plain.save_pretrained(tmp_path / "base")
+    model = randomize_adapter(load_with_adapter(tmp_path / "base", r=2, target_modules=targets))
+    expected = compute_logits(model)
+    save_model_files(tmp_path / "adapter", model, tokenizer)
+    check_model(str(tmp_path / "adapter"), max_model_len=16)
+    assert torch.equal(compute_logits(load_with_adapter(tmp_path / "adapter")), expected)
+    merged = load_model(str(tmp_path / "adapter"), dtype=torch.float32, device=CPU)
+    torch.testing.assert_close(compute_logits(merged), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_pattern_of_targets_is_named_whole(base, tmp_path):
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    get_peft_model(plain, LoraConfig(r=2, target_modules=r".*\.(q|v)_proj")).save_pretrained(tmp_path)
+    section = ModelSection(path=str(tmp_path), base_path=str(base), lora=LoraSection(target_modules=("q_proj",)))
+    with pytest.raises(ModelError, match=r"but the adapter .* has \['\.\*"):
+        check_section(section)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text()) | {"target_modules": None}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=r"but the adapter .* has \[\]"):
+        check_section(section)

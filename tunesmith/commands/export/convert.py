@@ -18,12 +18,11 @@ from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tunesmith.commands.export.gguf.vocabulary import PRE_TOKENIZERS, SINGLE_DIGITS, SUPERBPE, has_merged_digits
+from tunesmith.commands.export.gguf.vocabulary import PRE_TOKENIZERS, SUPERBPE, has_merged_digits
 from tunesmith.commands.export.verify import build_prompts, check_hf_folder, compute_logits
 from tunesmith.errors import ModelError
 from tunesmith.model.checkpoint import SMALL_FILES_BYTES, save_model_files
 from tunesmith.model.load import DTYPES, check_vocabulary, load_model, load_tokenizer, read_gguf_text
-from tunesmith.model.source.resolve import check_gguf_reader
 from tunesmith.runs.workspace import Workspace
 from tunesmith.storage import check_free_space, renamed_folder
 
@@ -49,13 +48,12 @@ def convert_gguf(
         raise ModelError(f"{str(path)!r} is not a .gguf file")
     if dtype not in DTYPES:
         raise ModelError(f"dtype={dtype!r} is not supported; allowed: {', '.join(DTYPES)}")
-    check_gguf_reader()
-    from gguf import GGUFReader  # an optional package
-
     workspace = Workspace(folder, is_whole=True)
     workspace.check_unused()
     tokenizer = load_tokenizer(str(file), chat_template=chat_template)
     model = load_model(str(file), dtype=DTYPES[dtype], device=torch.device("cpu"))
+    from gguf import GGUFReader  # an optional package, which loading has found
+
     reader = GGUFReader(file)
     correct_tokenizer(tokenizer, reader, model)
     check_vocabulary(model, tokenizer)
@@ -91,8 +89,8 @@ def correct_tokenizer(tokenizer: PreTrainedTokenizerBase, reader: Any, model: Pr
         return
     backend, named = tokenizer.backend_tokenizer, read_gguf_text(reader, "tokenizer.ggml.pre")
     rules = next((rules for rules, name in PRE_TOKENIZERS.items() if name == named), None)
-    if named == SUPERBPE and not has_merged_digits(json.loads(backend.to_str())["model"]["merges"]):
-        rules = SINGLE_DIGITS
+    if named == SUPERBPE and has_merged_digits(json.loads(backend.to_str())["model"]["merges"]):
+        rules = None
     if rules is None:
         logger.warning(
             "the split rules of the tokenizer were not checked (the file %s): compare how it encodes digits and spaces",

@@ -139,12 +139,10 @@ def describe_adapter(adapter: AdapterFiles | None) -> dict[str, str]:
     """Config keys whose values come from the adapter itself, which take precedence over the run's config."""
     if adapter is None:
         return {}
-    targets = adapter.target_modules
-    names = targets if isinstance(targets, str) else ", ".join(sorted(targets))
     return {
         "model.lora.r": str(adapter.r),
         "model.lora.alpha": str(float(adapter.alpha)),
-        "model.lora.target_modules": names,
+        "model.lora.target_modules": ", ".join(sorted(adapter.target_modules)),
     }
 
 

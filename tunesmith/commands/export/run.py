@@ -26,9 +26,8 @@ from tunesmith.commands.export.verify import build_prompts, check_hf_folder, com
 from tunesmith.commands.stage import ChooseModel, StageResult
 from tunesmith.config import ExportSection
 from tunesmith.errors import ConfigError, ModelError
-from tunesmith.model.adapters.adapter import check_adapter, check_fingerprint
 from tunesmith.model.checkpoint import SMALL_FILES_BYTES, save_model_files
-from tunesmith.model.load import check_vocabulary, load_config, load_model, load_tokenizer
+from tunesmith.model.load import check_model, check_vocabulary, load_model, load_tokenizer
 from tunesmith.model.source.resolve import BASE_FINGERPRINT
 from tunesmith.model.torch_modes import set_num_threads
 from tunesmith.runs.result import ModelResult, require_path
@@ -126,12 +125,7 @@ def build_plan(settings: ExportSection, source: ExportSource) -> ExportPlan:
             "folder that holds adapter_config.json"
         )
     options: dict[str, Any] = {"base_path": settings.base_path, "trust_remote_code": settings.trust_remote_code}
-    config = load_config(source.path, **options)
-    if source.adapter is not None:
-        check_adapter(source.adapter, config)
-        check_fingerprint(source.adapter)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"path={settings.path!r} holds quantized weights; export the model before quantization")
+    config = check_model(source.path, **options)
     tokenizer = load_tokenizer(source.path, chat_template=settings.chat_template, **options)
     gguf = None
     if "gguf" in settings.formats:
@@ -148,9 +142,8 @@ def build_plan(settings: ExportSection, source: ExportSource) -> ExportPlan:
 
 def choose_dtype(settings: ExportSection, config: PretrainedConfig) -> torch.dtype:
     """Type of the exported weights; float32 for a model whose config names no type."""
-    dtype: torch.dtype | None = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    if dtype is None:
-        return torch.float32
+    stored = config.dtype or torch.float32
+    dtype: torch.dtype = stored if settings.dtype == "auto" else getattr(torch, settings.dtype)
     if dtype not in STORED_DTYPES:
         raise ModelError(f"the model's weights are stored as {dtype}; set dtype to float32, bfloat16 or float16")
     return dtype
@@ -196,13 +189,8 @@ def verify_formats(plan: ExportPlan, model: PreTrainedModel, folder: Path) -> di
     prompts = build_prompts(plan.tokenizer)
     checks: dict[str, dict[str, float]] = {}
     if "hf" in plan.settings.formats:
-        checks["hf"] = check_hf_folder(
-            folder / "hf",
-            plan.tokenizer,
-            prompts,
-            compute_logits(model, prompts),
-            trust_remote_code=plan.settings.trust_remote_code,
-        )
+        expected, is_trusted = compute_logits(model, prompts), plan.settings.trust_remote_code
+        checks["hf"] = check_hf_folder(folder / "hf", plan.tokenizer, prompts, expected, trust_remote_code=is_trusted)
     if plan.gguf is not None:
         expected = compute_logits(model.float(), prompts)
         checks |= check_gguf_files(plan.gguf, folder / "gguf", plan.tokenizer, prompts, expected)

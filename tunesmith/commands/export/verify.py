@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,71 +48,65 @@ KL_LIMITS: Mapping[str, float] = {"f32": 1e-4, "f16": 1e-2, "q8_0": 0.1, "q4_k_m
 A larger one means that the file is wrong. q4_k_m has no limit, because the cost of 4 bits depends on the model."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerificationPrompt:
-    """A rendered conversation and its token ids."""
-
-    text: str
-    ids: list[int]
+Prompts = Mapping[str, list[int]]
+"""Rendered conversations -> their token ids."""
 
 
-def build_prompts(tokenizer: PreTrainedTokenizerBase) -> list[VerificationPrompt]:
+def build_prompts(tokenizer: PreTrainedTokenizerBase) -> Prompts:
     """Render `QUESTIONS` with the chat template."""
-    prompts = []
+    prompts = {}
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        prompts.append(VerificationPrompt(text=text, ids=tokenizer(text, add_special_tokens=False)["input_ids"]))
+        prompts[text] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return prompts
 
 
 @torch.inference_mode()
-def compute_logits(model: PreTrainedModel, prompts: Sequence[VerificationPrompt]) -> list[torch.Tensor]:
+def compute_logits(model: PreTrainedModel, prompts: Prompts) -> list[torch.Tensor]:
     """Logits after each token, one [num_tokens, vocab_size] tensor per prompt, in the model's dtype."""
-    return [model(input_ids=torch.tensor([prompt.ids])).logits[0] for prompt in prompts]
+    return [model(input_ids=torch.tensor([ids])).logits[0] for ids in prompts.values()]
 
 
 def check_hf_folder(
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[VerificationPrompt],
+    prompts: Prompts,
     expected: Sequence[torch.Tensor],
     *,
     trust_remote_code: bool,
 ) -> dict[str, float]:
     """Raise ModelError unless the folder gives the token ids and bit-identical logits of the source."""
     reloaded = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
-    for text in (*TOKENIZER_TEXTS, *(prompt.text for prompt in prompts)):
+    for text in (*TOKENIZER_TEXTS, *prompts):
         if reloaded(text)["input_ids"] != tokenizer(text)["input_ids"]:
             raise ModelError(f"the exported tokenizer encodes {text!r} differently from the source's")
     model = load_model(
         str(folder), dtype=expected[0].dtype, device=torch.device("cpu"), trust_remote_code=trust_remote_code
     )
-    for prompt, before, after in zip(prompts, expected, compute_logits(model, prompts), strict=True):
+    for text, before, after in zip(prompts, expected, compute_logits(model, prompts), strict=True):
         if not torch.equal(before, after):
             largest = (before.double() - after.double()).abs().max().item()
-            raise ModelError(
-                f"the exported weights give other logits than the source on {prompt.text!r}: by {largest:g}"
-            )
-    return {"num_tokens": float(sum(len(prompt.ids) for prompt in prompts)), "max_logit_difference": 0.0}
+            raise ModelError(f"the exported weights give other logits than the source on {text!r}: by {largest:g}")
+    return {"num_tokens": float(sum(map(len, prompts.values()))), "max_logit_difference": 0.0}
 
 
 def check_gguf_file(
     gguf_model: GgufModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[VerificationPrompt],
+    prompts: Prompts,
     expected: Sequence[torch.Tensor],
     *,
     file_type: str,
 ) -> dict[str, float]:
     """Raise ModelError unless llama.cpp gives the same token ids and, within `KL_LIMITS`, the same distributions."""
-    for text in [*TOKENIZER_TEXTS, *(prompt.text for prompt in prompts)]:
+    for text in (*TOKENIZER_TEXTS, *prompts):
         ids, found_ids = tokenizer(text)["input_ids"], gguf_model.tokenize(text)
         if found_ids != ids:
             raise ModelError(f"llama.cpp encodes {text!r} as {found_ids}, the model's tokenizer as {ids}")
     divergences, num_same = [], 0
-    for prompt, logits in zip(prompts, expected, strict=True):
-        found = torch.from_numpy(gguf_model.compute_logits(prompt.ids))
+    for ids, logits in zip(prompts.values(), expected, strict=True):
+        found = torch.from_numpy(gguf_model.compute_logits(ids))
         divergences.append(compute_divergence(logits, found))
         num_same += int((logits.argmax(-1) == found.argmax(-1)).sum())
     divergence = torch.cat(divergences)

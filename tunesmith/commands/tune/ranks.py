@@ -200,7 +200,7 @@ def build_rank(config: RunConfig, roles: RankRoles, policy: Policy, actors: Acto
     if config.trainer.routing_replay and isinstance(policy.engine, LocalEngine):
         policy.engine.record_routes()
     if (section := config.rollout.branching) is not None:
-        vocab_size = policy.model.get_input_embeddings().num_embeddings
+        vocab_size = len(policy.model.get_input_embeddings().weight)
         actors = replace(actors, branching=Branching(section=section, vocab_size=vocab_size))
     thread: WorkThread | NoThread = NoThread()
     if config.rollout.max_staleness > 0:

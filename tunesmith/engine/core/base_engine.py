@@ -49,7 +49,7 @@ class BaseEngine:
         self._num_requests = 0
         self._usage = UsageTimes()
         self.eos_ids = collect_eos_ids(model, tokenizer)
-        self._vocab_size = model.get_input_embeddings().num_embeddings
+        self._vocab_size = len(model.get_input_embeddings().weight)
         self.grammars = GrammarCompiler(tokenizer, vocab_size=self._vocab_size, eos_ids=self.eos_ids)
         """The grammars that requests name in their distribution; the trainer replays them, also those of another
         engine."""

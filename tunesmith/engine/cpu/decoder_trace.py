@@ -79,7 +79,7 @@ def trace_decoder(model: PreTrainedModel) -> DecoderTrace | None:
 
     def run(num_tokens: int, decoder: Callable[..., Any]) -> Tensor:
         positions_1T = torch.arange(num_tokens, device=model.device)[None]
-        ids_1T = positions_1T * 7 % model.get_input_embeddings().num_embeddings  # not the same object
+        ids_1T = positions_1T * 7 % len(model.get_input_embeddings().weight)  # not the same object
         return run_body(model, ids_1T, positions_1T, CausalPlan([num_tokens], model.device), decoder=decoder)
 
     run(1, record)

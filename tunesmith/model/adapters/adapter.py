@@ -7,7 +7,7 @@ base's weights. PEFT is not imported here, because that takes seconds.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from tunesmith.config import LoraSection
 from tunesmith.errors import ModelError
@@ -31,7 +32,7 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def check_adapter(adapter: AdapterFiles, config: PretrainedConfig) -> None:
-    """Refuse an adapter whose layer shapes do not match this configuration."""
+    """Refuse an adapter for layers or weights other than those of its base, which has this configuration."""
     meta_model = build_meta_model(config)
     for name, (num_inputs, num_outputs) in read_layer_shapes(adapter).items():
         found = find_shapes(meta_model, name)
@@ -41,6 +42,7 @@ def check_adapter(adapter: AdapterFiles, config: PretrainedConfig) -> None:
                 f"the adapter {str(adapter.folder)!r} is for a base other than {adapter.base!r}: it adapts {name} "
                 f"({num_inputs} -> {num_outputs}), and this base {has}"
             )
+    check_fingerprint(adapter)
 
 
 def build_meta_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
@@ -101,6 +103,8 @@ def find_shapes(model: nn.Module, name: str) -> list[tuple[int, int]]:
     module = dict(model.named_modules()).get(name.replace(".base_layer", ""))  # PEFT nests adapters of one module
     if isinstance(module, nn.Linear):
         return [(module.in_features, module.out_features)]
+    if isinstance(module, Conv1D):
+        return [(module.nx, module.nf)]
     weights = [] if module is None else [each for each in module.parameters(recurse=False) if each.ndim == 3]
     order = slice(1, None) if getattr(module, "is_transposed", False) else slice(None, 0, -1)
     return [tuple(each.shape[order]) for each in weights]
@@ -111,9 +115,11 @@ def has_adapter(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
-def has_same_layout(one: Tensor, other: Tensor, *, dtype: torch.dtype | None = None) -> bool:
-    """Whether one tensor can be copied into the other; `dtype`: any dtype of the source will do."""
-    return one.shape == other.shape and (dtype is not None or one.dtype == other.dtype)
+@torch.no_grad()
+def copy_state(saved: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Copy saved tensors into those of a model, in place."""
+    for name, tensor in state.items():
+        tensor.copy_(saved[name])
 
 
 @contextmanager

@@ -23,11 +23,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from tunesmith.config import LoraSection
 from tunesmith.errors import ModelError, StorageError
-from tunesmith.model.adapters.adapter import KEY_PREFIX, build_meta_model, has_same_layout
-from tunesmith.model.experts import ADAPTERS, find_expert_weights
+from tunesmith.model.adapters.adapter import KEY_PREFIX, build_meta_model, copy_state
+from tunesmith.model.experts import ADAPTERS, find_expert_weights, find_routers
 from tunesmith.model.source.fingerprint import compute_fingerprint
 from tunesmith.model.source.resolve import ADAPTER_WEIGHTS, BASE_FINGERPRINT, AdapterFiles
 from tunesmith.model.towers import list_towers
@@ -205,9 +206,11 @@ def attach_adapter(model: PreTrainedModel, adapter: AdapterFiles, *, is_trainabl
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"the adapter {str(adapter.folder)!r} cannot be loaded: {reason[:300]}") from error
-    expected = {KEY_PREFIX + name for name in read_adapter_state(model)}
-    if missing := sorted(expected - saved.keys()):
+    state = read_adapter_state(model)
+    if missing := sorted(state.keys() - saved.keys()):
         raise ModelError(f"the adapter {str(adapter.folder)!r} is incomplete: it has no {missing[0]}")
+    # PEFT renames tensors of some families, and drops those that it then does not find (shared experts of Laguna)
+    copy_state(saved, state)
     return peft_model
 
 
@@ -237,11 +240,12 @@ def resolve_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> t
     `layer_idx`. A name is that of linear layers or, if there are none, of weights of experts."""
     if isinstance(targets, tuple):
         return find_named_targets(model, targets)
-    refused = {"out_proj"} if model.config.get_text_config().model_type in NO_OUT_PROJ else set()
+    has_mamba = model.config.get_text_config().model_type in NO_OUT_PROJ
+    refused = find_reserved_names(model) | ({"out_proj"} if has_mamba else set())
     if targets != "attention":
         weights = sorted({shorten(name) for name in find_expert_weights(model)})
-        linear = {name.rpartition(".")[2] for name in list_linear_layers(model)} - refused
-        return (sorted(linear - find_reserved_names(model)), weights) if weights or refused else (targets, [])
+        linear = {name.rpartition(".")[2] for name in list_linear_layers(model)}
+        return (sorted(linear - refused), weights) if weights or refused else (targets, [])
     names = {
         name
         for module in model.modules()
@@ -264,9 +268,9 @@ def set_adapter_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def read_adapter_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The adapter's tensors, not copied, by PEFT's names without `KEY_PREFIX`."""
+    """The adapter's tensors, not copied, by the names in PEFT's files."""
     state: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False)
-    return state
+    return {KEY_PREFIX + name: tensor for name, tensor in state.items()}
 
 
 def save_adapter(folder: Path, model: PreTrainedModel) -> None:
@@ -274,7 +278,7 @@ def save_adapter(folder: Path, model: PreTrainedModel) -> None:
     config = copy(model.peft_config[ADAPTER])
     config.inference_mode = True
     config.save_pretrained(str(folder))
-    state = {KEY_PREFIX + name: tensor.contiguous() for name, tensor in read_adapter_state(model).items()}
+    state = {name: tensor.contiguous() for name, tensor in read_adapter_state(model).items()}
     save_file(state, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     fingerprint = compute_fingerprint(str(config.base_model_name_or_path))
     if fingerprint is not None:
@@ -287,12 +291,11 @@ def restore_adapter(folder: Path, model: PreTrainedModel) -> None:
         saved = load_file(folder / ADAPTER_WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise StorageError(f"cannot read the adapter in {folder}: {error}") from error
-    state = {KEY_PREFIX + name: tensor for name, tensor in read_adapter_state(model).items()}
-    if state.keys() != saved.keys() or any(not has_same_layout(saved[name], state[name]) for name in state):
+    state = read_adapter_state(model)
+    layout, saved_layout = ({name: (each.shape, each.dtype) for name, each in of.items()} for of in (state, saved))
+    if layout != saved_layout:
         raise StorageError(f"{folder} does not hold the adapter of this model: layers, shapes or dtypes differ")
-    with torch.no_grad():
-        for name, tensor in state.items():
-            tensor.copy_(saved[name])
+    copy_state(saved, state)
 
 
 def shorten(name: str) -> str:
@@ -301,10 +304,12 @@ def shorten(name: str) -> str:
 
 
 def list_linear_layers(model: PreTrainedModel, *, has_head: bool = False) -> list[str]:
-    """Names of the linear layers of the text decoder."""
-    towers, head = tuple(f"{name}." for name in list_towers(model)), model.get_output_embeddings()
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return [name for name, module in layers if not name.startswith(towers) and (has_head or module is not head)]
+    """Names of the linear layers of the text decoder, without routers, which stay frozen."""
+    towers, others = tuple(f"{name}." for name in list_towers(model)), find_routers(model)
+    if not has_head:
+        others.append(model.get_output_embeddings())
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    return [name for name, module in layers if not name.startswith(towers) and module not in others]
 
 
 def find_reserved_names(model: PreTrainedModel) -> set[str]:
@@ -321,7 +326,7 @@ def find_named_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tupl
     PEFT ignores if another does."""
     known: tuple[list[str], list[str]] = (list_linear_layers(model, has_head=True), find_expert_weights(model))
     found: tuple[list[str], list[str]] = ([], [])
-    reserved = find_reserved_names(model) if known[1] else set()
+    reserved = find_reserved_names(model)
     for target in targets:
         kind = next((kind for kind in (0, 1) if any(f".{name}".endswith(f".{target}") for name in known[kind])), None)
         if kind is None:

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
+from tunesmith.errors import ModelError
 from tunesmith.model.source.resolve import ADAPTER_WEIGHTS, find_exported
 from tunesmith.storage import compute_checksum
 
@@ -28,7 +29,11 @@ def compute_fingerprint(path: str) -> dict[str, str] | None:
     layout, rows = hashlib.sha256(), hashlib.sha256()
     entries: dict[str, tuple[str, bytes]] = {}
     for file in files:
-        with safe_open(file, framework="pt") as weights:
+        try:
+            weights = safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise ModelError(f"the weights in {str(file)!r} cannot be read: {error}") from error
+        with weights:
             for name in weights.keys():  # noqa: SIM118 - not a mapping
                 part = weights.get_slice(name)
                 shape = part.get_shape()

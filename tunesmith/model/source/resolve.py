@@ -31,8 +31,8 @@ class AdapterFiles:
     """Folder, `.gguf` file or hub id of the base model."""
     r: int
     alpha: float
-    target_modules: Any
-    """A pattern or a list of names, in the form of PEFT's config."""
+    target_modules: list[str]
+    """Names of adapted layers, or one pattern."""
     target_parameters: list[str]
     """Names of adapted weights of experts."""
 
@@ -47,12 +47,13 @@ def find_adapter(path: str, base_path: str | None) -> AdapterFiles | None:
     try:
         settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         kind, base = settings["peft_type"], base_path or settings["base_model_name_or_path"]
+        modules = settings["target_modules"]
         adapter = AdapterFiles(
             folder=folder,
             base=base or "",
             r=settings["r"],
             alpha=settings["lora_alpha"],
-            target_modules=settings["target_modules"],
+            target_modules=[modules] if isinstance(modules, str) else modules or [],
             target_parameters=settings.get("target_parameters") or [],
         )
     except (OSError, ValueError, KeyError, TypeError) as error:

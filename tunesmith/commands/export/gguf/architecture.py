@@ -37,10 +37,8 @@ class GgufArchitecture:
     num_layers: int
     fields: Mapping[str, FieldValue]
     """Keys without the architecture prefix; floats are written as float32, integers as uint32."""
-    is_rotated_in_pairs: bool
-    """Whether the rows of Q and K are reordered into adjacent pairs for llama.cpp."""
-    num_heads: int
-    num_kv_heads: int
+    rotated_heads: Mapping[str, int]
+    """Numbers of heads of Q and K, whose rows are reordered into adjacent pairs for llama.cpp; empty: they are not."""
     rope_factors: tuple[float, ...] | None
     """Divisor of each rotary frequency (Llama 3.1 scaling); None without that scaling."""
 
@@ -54,6 +52,7 @@ def describe_architecture(config: PretrainedConfig) -> GgufArchitecture:
             "(SmolLM and SmolLM2 are llama). Leave gguf out of the formats"
         )
     check_variant(config)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     fields: dict[str, FieldValue] = {
         "vocab_size": config.vocab_size,
@@ -61,8 +60,8 @@ def describe_architecture(config: PretrainedConfig) -> GgufArchitecture:
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
         "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count": heads["attn_q"],
+        "attention.head_count_kv": heads["attn_k"],
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
@@ -74,9 +73,7 @@ def describe_architecture(config: PretrainedConfig) -> GgufArchitecture:
         name=NAMES[model_type],
         num_layers=config.num_hidden_layers,
         fields=fields | scaling,
-        is_rotated_in_pairs=model_type in ROTATED_IN_PAIRS,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
+        rotated_heads=heads if model_type in ROTATED_IN_PAIRS else {},
         rope_factors=factors,
     )
 

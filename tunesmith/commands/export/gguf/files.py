@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from tunesmith.commands.export.gguf.architecture import GgufArchitecture, describe_architecture
 from tunesmith.commands.export.gguf.vocabulary import GgufVocabulary, describe_vocabulary
-from tunesmith.commands.export.verify import VerificationPrompt, check_gguf_file
+from tunesmith.commands.export.verify import Prompts, check_gguf_file
 from tunesmith.config import ExportSection
 from tunesmith.errors import ModelError
 from tunesmith.runs.trained_model import ExportSource
@@ -111,7 +111,7 @@ def check_gguf_files(
     plan: GgufPlan,
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[VerificationPrompt],
+    prompts: Prompts,
     expected: Sequence[torch.Tensor],
 ) -> Mapping[str, dict[str, float]]:
     """Compare each file with the float32 logits `expected`; returns nothing if llama.cpp is not installed."""
@@ -120,7 +120,7 @@ def check_gguf_files(
     from tunesmith.commands.export.llama_cpp import GgufModel  # needs an optional package
 
     checks = {}
-    context = max(len(prompt.ids) for prompt in prompts) + 1
+    context = max(map(len, prompts.values())) + 1
     for kind in plan.types:
         path = folder / plan.file_name(kind)
         with GgufModel(path, context=context, num_threads=plan.num_threads) as gguf_model:

@@ -36,17 +36,18 @@ class SplitRules:
     ignore_merges: bool = False
 
 
+SUPERBPE = "superbpe"
+"""This pre-tokenizer of llama.cpp splits off runs of digits and cuts them into groups of three, which gives the tokens
+of single digits if no merge contains a digit."""
 PRE_TOKENIZERS: Mapping[SplitRules, str] = {
     SplitRules(patterns=(GPT2,)): "gpt-2",
     SplitRules(patterns=(DIGIT, GPT2)): "smollm",
     SplitRules(patterns=(f"{CONTRACTION}|{WORDS % ''}",)): "qwen2",
     SplitRules(patterns=(f"{CONTRACTION}|{WORDS % '{1,3}'}",), ignore_merges=True): "llama-bpe",
     SplitRules(patterns=(f"{CONTRACTION}|{WORDS % '{1,3}'}",)): "smaug-bpe",
+    SplitRules(patterns=(DIGIT,)): SUPERBPE,
 }
 """Split rules that llama.cpp implements exactly as `tokenizers` does, with their names."""
-SINGLE_DIGITS, SUPERBPE = SplitRules(patterns=(DIGIT,)), "superbpe"
-"""Only single digits are split off. The pre-tokenizer `superbpe` of llama.cpp splits off runs of digits and cuts them
-into groups of three, which gives the same tokens if no merge contains a digit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,7 @@ def describe_vocabulary(
     pre_tokenizer = find_pre_tokenizer(parts)
     tokens, types = list_tokens(parts, num_embeddings=config.vocab_size)
     has_bos, has_eos = find_added_specials(tokenizer)
+    templates = tokenizer.chat_template or {}
     return GgufVocabulary(
         pre_tokenizer=pre_tokenizer,
         tokens=tokens,
@@ -92,7 +94,7 @@ def describe_vocabulary(
         special_ids=find_special_ids(tokenizer, config, end_ids),
         has_bos=has_bos,
         has_eos=has_eos,
-        chat_templates=list_templates(tokenizer),
+        chat_templates=templates if isinstance(templates, dict) else {"default": templates},
     )
 
 
@@ -126,10 +128,9 @@ def find_pre_tokenizer(parts: Mapping[str, Any]) -> str:
     patterns = list_patterns(flatten_steps(parts["pre_tokenizer"] or {}))
     if patterns is not None:
         rules = SplitRules(patterns=patterns, ignore_merges=bool(parts["model"].get("ignore_merges")))
-        if rules in PRE_TOKENIZERS:
-            return PRE_TOKENIZERS[rules]
-        if rules == SINGLE_DIGITS and not has_merged_digits(parts["model"]["merges"]):
-            return SUPERBPE
+        name = PRE_TOKENIZERS.get(rules)
+        if name is not None and not (name == SUPERBPE and has_merged_digits(parts["model"]["merges"])):
+            return name
     raise ModelError(
         "the tokenizer's split rules match no supported pre-tokenizer of llama.cpp "
         f"({', '.join(PRE_TOKENIZERS.values())}): a GGUF file would encode text differently from the trained model. "
@@ -219,10 +220,3 @@ def find_special_ids(
     if found["bos"] is None:
         found["bos"] = eos  # without a bos, llama.cpp assumes id 11
     return {role: index for role, index in found.items() if index is not None}
-
-
-def list_templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        return dict(template)
-    return {} if template is None else {"default": template}

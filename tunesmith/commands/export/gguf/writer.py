@@ -30,7 +30,7 @@ MATRIX_TYPES = {"f32": F32, "f16": F16, "q8_0": Q8_0}
 FILE_TYPES = {"f32": LlamaFileType.ALL_F32, "f16": LlamaFileType.MOSTLY_F16, "q8_0": LlamaFileType.MOSTLY_Q8_0}
 QUANTIZATION_VERSION = 2
 ROPE_FACTORS = "rope_freqs.weight"
-ATTENTION_ROWS = re.compile(r"\.(attn_q|attn_k)\.(weight|bias)$")
+ROTATED_ROWS = re.compile(r"\.(attn_q|attn_k)\.(weight|bias)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,18 +119,19 @@ def plan_tensors(
         yield TensorEntry(
             name=ROPE_FACTORS, source=torch.tensor(architecture.rope_factors), storage=F32, num_rotated_heads=0
         )
-    embeddings = model.get_input_embeddings().weight
+    embeddings, heads = model.get_input_embeddings().weight, architecture.rotated_heads
     for key, tensor in model.state_dict().items():
         if key == "lm_head.weight" and tensor.data_ptr() == embeddings.data_ptr():
             continue  # llama.cpp takes the embeddings for a head that is not in the file
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         if name is None:
             raise ModelError(f"GGUF has no name for the model's tensor {key}; remove gguf from formats")
+        rows = ROTATED_ROWS.search(name)
         yield TensorEntry(
             name=name,
             source=tensor,
             storage=choose_storage(tensor, matrix_type),
-            num_rotated_heads=count_rotated_heads(name, architecture),
+            num_rotated_heads=heads.get(rows[1], 0) if rows else 0,
         )
 
 
@@ -140,13 +141,6 @@ def choose_storage(tensor: torch.Tensor, matrix_type: GGMLQuantizationType) -> G
         return F32
     block_size, _ = GGML_QUANT_SIZES[matrix_type]
     return matrix_type if tensor.shape[-1] % block_size == 0 else F16
-
-
-def count_rotated_heads(name: str, architecture: GgufArchitecture) -> int:
-    match = ATTENTION_ROWS.search(name)
-    if match is None or not architecture.is_rotated_in_pairs:
-        return 0
-    return architecture.num_heads if match[1] == "attn_q" else architecture.num_kv_heads
 
 
 def add_tensor_info(writer: GGUFWriter, entry: TensorEntry) -> None:
