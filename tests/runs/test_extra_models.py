@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, Olmo2Config
 
 from trainable_models import read_residual_types
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, AuxiliaryModelSection, CriticSection, ModelSection, TeacherSection
-from tunesmith.errors import ModelError
-from tunesmith.model.load import load_section_model
-from tunesmith.runs.extra_models import check_extra_models, load_extra_models
+from tunesmith.errors import ConfigError, ModelError
+from tunesmith.model.adapters.adapter import disabled_adapter
+from tunesmith.model.load import load_model, load_section_model
+from tunesmith.runs.extra_models import check_extra_models, check_reference, load_extra_models
 from tunesmith.runs.policy import check_auxiliary
 
 
@@ -61,3 +65,27 @@ def test_errors_of_other_models_name_their_own_keys(pocket_folder, monkeypatch):
     settings = AlgorithmSection(algorithm_type="jsd", teacher=TeacherSection(path=other))
     with pytest.raises(ModelError, match=rf"^algorithm\.teacher\.path='{other}' is not a local folder"):
         check_extra_models(resolve_algorithm(settings), settings, build_section(pocket_folder, "model"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_refused"),
+    [({"bias": "all"}, True), ({"init_lora_weights": "pissa_niter_4"}, True), ({"init_lora_weights": "olora"}, True),
+     ({"init_lora_weights": "gaussian"}, False), ({"use_rslora": True}, False), ({}, False)],
+)  # fmt: skip
+def test_an_adapter_that_changes_its_base_has_no_reference(pocket_folder, tmp_path, settings, is_refused):
+    """Scores without the adapter are the base's unless it is refused."""
+    base = load_model(pocket_folder, dtype=torch.float32, device=torch.device("cpu"))
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        expected = base(ids).logits
+    peft_model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], **settings))
+    peft_model.save_pretrained(tmp_path)
+    section = ModelSection(path=str(tmp_path), base_path=pocket_folder, device="cpu", max_model_len=64, lora={})
+    for kl_coef, refused in ((0.1, is_refused), (0.0, False)):
+        algorithm = resolve_algorithm(AlgorithmSection(algorithm_type="grpo", kl_coef=kl_coef))
+        with pytest.raises(ConfigError, match="cannot be the reference") if refused else nullcontext():
+            check_reference(algorithm, section)
+    if not is_refused:
+        policy = load_section_model(section)
+        with torch.no_grad(), disabled_adapter(policy):
+            assert (policy(ids).logits == expected).all()

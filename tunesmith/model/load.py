@@ -343,8 +343,8 @@ def check_stored_weights(path: str, config: PretrainedConfig, lora: LoraSection 
     quantization = getattr(config, "quantization_config", None)
     if quantization and lora is None and not is_mxfp4(config):
         raise ModelError(
-            f"{path!r} holds quantized weights ({quantization.get('quant_method')}), which are not trained, merged or "
-            "exported: take the model before quantization, or train an adapter with model.lora"
+            f"{path!r} holds quantized weights ({quantization.get('quant_method')}), which work under an adapter "
+            "(model.lora) alone: take the model before quantization"
         )
 
 

@@ -25,6 +25,7 @@ from tunesmith.model.load import (
     resolve_device,
     resolve_dtype,
 )
+from tunesmith.model.source.resolve import find_model
 from tunesmith.model.value_model import ValueModel
 from tunesmith.runs.memory import build_planned_model
 from tunesmith.runs.policy import load_sharded_model
@@ -51,6 +52,7 @@ def check_extra_models(algorithm: Algorithm, section: AlgorithmSection, model: M
         raise ConfigError(f"algorithm_type={algorithm.name!r} needs {NEEDED_REWARDS}")
     if "values" not in algorithm.needs and section.critic != CriticSection():
         raise ConfigError(f"algorithm.critic has no effect with algorithm_type={algorithm.name!r}: remove it")
+    check_reference(algorithm, model)
     others = {
         "algorithm.teacher.path": None if section.teacher is None else section.teacher.path,
         "algorithm.critic.path": section.critic.path,
@@ -58,6 +60,16 @@ def check_extra_models(algorithm: Algorithm, section: AlgorithmSection, model: M
     for knob, path in others.items():
         if path is not None:
             check_same_vocabulary(path, model, knob=knob)
+
+
+def check_reference(algorithm: Algorithm, model: ModelSection) -> None:
+    """Refuse an adapter that changes its base, where the policy without it is the reference."""
+    adapter = find_model(model.path, model.base_path).adapter
+    if "reference" in algorithm.needs and adapter is not None and adapter.changes_base:
+        raise ConfigError(
+            f"model.path={model.path!r} is an adapter whose `bias` or `init_lora_weights` changes its base, so it "
+            "cannot be the reference: export it as a whole model and start from that, or set kl_coef=0"
+        )
 
 
 def check_sharded_models(algorithm: Algorithm, section: AlgorithmSection, model: ModelSection) -> None:

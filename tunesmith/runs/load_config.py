@@ -117,8 +117,7 @@ def load_values(
 
 def check_variable(key: str, merged: DictConfig, resolved: dict[str, Any]) -> None:
     """Raise if `key` is one of a pipeline's own `variables`, and no other key changes with it."""
-    name, dot, _ = key.partition(".")
-    if name != "variables" or not dot:
+    if not key.startswith("variables."):
         return
     probe = copy.deepcopy(merged)
     OmegaConf.update(probe, key, "a value that no file has")
@@ -126,7 +125,7 @@ def check_variable(key: str, merged: DictConfig, resolved: dict[str, Any]) -> No
         changed: Any = OmegaConf.to_container(probe, resolve=True)
     except OmegaConfBaseException:  # a part of the variable is used
         return
-    if changed | {name: None} == resolved | {name: None}:
+    if changed | {"variables": None} == resolved | {"variables": None}:
         raise ConfigError(
             f"{key} has no effect: no key of the file has ${{{key}}}. Anchors (&) are copied before it is set; set the "
             "keys of the stages"

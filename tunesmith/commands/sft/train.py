@@ -45,7 +45,7 @@ from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.monitor.monitor import Monitor
 from tunesmith.monitor.tracker import check_trackers
 from tunesmith.runs.early_stopping import EarlyStopping
-from tunesmith.runs.extra_models import load_reference
+from tunesmith.runs.extra_models import check_reference, load_reference
 from tunesmith.runs.memory import fit_offline
 from tunesmith.runs.record import MODEL
 from tunesmith.runs.result import TrainingResult
@@ -141,8 +141,9 @@ def run_offline(config: SftConfig | PreferenceConfig, *, out_dir: Path) -> Offli
     if summary is not None:
         return OfflineResult(folder=root / MODEL, **summary)
     set_num_threads(config.num_cpu_threads)
-    algorithm = config.algorithm
-    has_reference = "reference" in resolve_algorithm(algorithm).needs
+    algorithm, resolved = config.algorithm, resolve_algorithm(config.algorithm)
+    has_reference = "reference" in resolved.needs
+    check_reference(resolved, config.model)
     plan = build_preference_plan(config) if isinstance(config, PreferenceConfig) else build_plan(config)
     with workspace:
         checkpoint = resume_training(workspace, config, plan.sources)

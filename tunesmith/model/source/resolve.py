@@ -35,6 +35,8 @@ class AdapterFiles:
     """Names of adapted layers, or one pattern."""
     target_parameters: list[str]
     """Names of adapted weights of experts."""
+    changes_base: bool
+    """Whether the base without the adapter is another one: its biases are trained, or its weights were split."""
 
 
 def find_adapter(path: str, base_path: str | None) -> AdapterFiles | None:
@@ -55,6 +57,8 @@ def find_adapter(path: str, base_path: str | None) -> AdapterFiles | None:
             alpha=settings["lora_alpha"],
             target_modules=[modules] if isinstance(modules, str) else modules or [],
             target_parameters=settings.get("target_parameters") or [],
+            changes_base=settings.get("bias", "none") != "none"
+            or settings.get("init_lora_weights") not in (None, True, False, "gaussian", "orthogonal", "eva"),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"model.path={path!r}: {ADAPTER_CONFIG} is not a LoRA adapter's config ({error!r})") from error
