@@ -196,8 +196,14 @@ def test_tokenizer_without_chat_template_names_the_knob(tokenizer, tmp_path):
     template.write_text("{{ messages[0].content }}!", encoding="utf-8")
     loaded = load_tokenizer(str(tmp_path), chat_template=str(template))
     assert loaded.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
-    with pytest.raises(ModelError, match="no such file"):
-        load_tokenizer(str(tmp_path), chat_template=str(tmp_path / "nothing.jinja"))
+    (tmp_path / "binary.jinja").write_bytes(b"\xff\xfe\x00")
+    for name, reason in {
+        "nothing.jinja": "No such file",
+        "binary.jinja": "can't decode",
+        ".": "Is a directory",
+    }.items():
+        with pytest.raises(ModelError, match=f"^model.chat_template=.* is not a jinja file: .*{reason}"):
+            load_tokenizer(str(tmp_path), chat_template=str(tmp_path / name))
 
 
 def test_tokenizer_of_another_model_is_refused(tokenizer):

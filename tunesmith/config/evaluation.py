@@ -97,7 +97,7 @@ class CollectConfig(RunConfig):
     its own accepted rollouts (rejection sampling)."""
     num_runs: int = Field(default=4, ge=1)
     """Rollouts per task; raise it if few tasks get a row."""
-    min_reward: float = 1.0
+    min_reward: float = Field(default=1.0, allow_inf_nan=False)
     """Least reward of a rollout that is kept."""
     max_rollouts_per_task: int = Field(default=1, ge=1)
     """Rollouts that are kept per task, those with the highest reward; more give easy tasks more weight."""

@@ -146,11 +146,10 @@ def load_tokenizer(
     if source.gguf_file is not None:
         complete_gguf_tokenizer(Path(source.name_or_path, source.gguf_file), tokenizer)
     if chat_template is not None:
-        place = Path(chat_template).expanduser()
-        if not place.is_file():
-            reason = "there is no such file; give the path of a jinja file"
-            raise ModelError(f"model.chat_template={chat_template!r}: {reason}")
-        tokenizer.chat_template = place.read_text(encoding="utf-8")
+        try:
+            tokenizer.chat_template = Path(chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"model.chat_template={chat_template!r} is not a jinja file: {error}") from error
     if not tokenizer.chat_template:
         raise ModelError(
             f"the tokenizer of {path!r} has no chat template, so messages cannot be rendered; "
