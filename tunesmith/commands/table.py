@@ -96,7 +96,8 @@ class Command:
     stage: str | None = None
     """Runs it as a stage: called with settings, `out_dir` and `choose_model`, returns a `StageResult`."""
     check: str | None = None
-    """Raises for settings that cannot run, before the first stage starts; references to stages are unresolved."""
+    """Raises for settings that cannot run, before the first stage starts; references to stages are unresolved. None:
+    `check_stage` in the module of `run_stage`."""
     has_model: bool = False
     """Whether `stage:NAME` is a model."""
     output: str | None = None
@@ -119,9 +120,7 @@ RUN_FILE = argument("config", "Run file (YAML). List its keys with: tunesmith co
 WORKFLOW = Option(
     "workflow", "Workflow (the agent), as module:function or file.py:function. Overrides the file.", key="workflow"
 )
-JUDGE = Option(
-    "judge", "Judge, in the same form. Without a judge the workflow returns the reward.", key="judge"
-)  # fmt: skip
+JUDGE = Option("judge", "Judge, in the same form. Without a judge the workflow returns the reward.", key="judge")
 ENVIRONMENT = Option(
     "environment",
     "Environment with tasks, such as reasoning_gym:countdown (tunesmith environments list). Overrides the file.",
@@ -168,7 +167,6 @@ SFT = Command(
     kind="sft",
     stage_config="tunesmith.config:SftStage",
     stage="tunesmith.commands.sft.train:run_stage",
-    check="tunesmith.commands.sft.train:check_stage",
     has_model=True,
     output="model",
     mutable_keys="tunesmith.commands.sft.train:MUTABLE_KEYS",
@@ -201,7 +199,6 @@ COMMANDS: tuple[Command, ...] = (
         kind="rl",
         stage_config="tunesmith.config:RlStage",
         stage="tunesmith.commands.tune.tune:run_stage",
-        check="tunesmith.commands.tune.tune:check_stage",
         has_model=True,
         output="model",
         mutable_keys="tunesmith.runs.run_folder:MUTABLE_KEYS",
@@ -275,7 +272,6 @@ COMMANDS: tuple[Command, ...] = (
         kind="prepare",
         stage_config="tunesmith.config:PrepareStage",
         stage="tunesmith.commands.prepare.run:run_stage",
-        check="tunesmith.commands.prepare.run:check_stage",
         output="folder",
     ),
     Command(
@@ -372,7 +368,6 @@ COMMANDS: tuple[Command, ...] = (
         kind="eval",
         stage_config="tunesmith.config:EvalStage",
         stage="tunesmith.commands.eval.compare:run_stage",
-        check="tunesmith.commands.eval.compare:check_stage",
         output="comparison.json",
         figures="tunesmith.et_agent.radar:describe_behavior",
         report="tunesmith.et_agent.radar:format_section",
@@ -623,7 +618,6 @@ COMMANDS: tuple[Command, ...] = (
         kind="pareto",
         stage_config="tunesmith.config:ParetoStage",
         stage="tunesmith.et_agent.selection.pareto:run_stage",
-        check="tunesmith.et_agent.selection.pareto:check_stage",
     ),
     Command(
         name="rft_filter",
@@ -631,7 +625,6 @@ COMMANDS: tuple[Command, ...] = (
         kind="rft_filter",
         stage_config="tunesmith.config:RftFilterStage",
         stage="tunesmith.et_agent.selection.rft:run_stage",
-        check="tunesmith.et_agent.selection.rft:check_stage",
     ),
     Command(
         name="flywheel",
@@ -639,7 +632,6 @@ COMMANDS: tuple[Command, ...] = (
         kind="flywheel",
         stage_config="tunesmith.config:FlywheelStage",
         stage="tunesmith.et_agent.flywheel.run:run_stage",
-        check="tunesmith.et_agent.flywheel.run:check_stage",
     ),
     Command(
         name="function",

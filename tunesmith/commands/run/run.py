@@ -168,11 +168,11 @@ def check_outputs(stages: Sequence[PlannedStage], plans: Mapping[str, str], fold
 
 def check_stage(stage: PlannedStage) -> None:
     """Raise if a stage is invalid; the error names the stage."""
-    check = STAGES[stage.kind].check
+    entry = STAGES[stage.kind]
+    check = entry.check or str(entry.stage).replace(":run_stage", ":check_stage")
     try:
         settings = stage.resolve(lambda reference: f"stage:{reference.stage}/{reference.file or ''}".rstrip("/"))
-        if check is not None:
-            import_named(check)(settings)
+        import_named(check)(settings)
     except (TunesmithError, ValueError) as error:
         error.args = (f"stages.{stage.name}: {error}", *error.args[1:])
         raise
