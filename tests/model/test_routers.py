@@ -38,10 +38,12 @@ def run(model) -> torch.Tensor:
 
 
 def watch(model) -> list[tuple[torch.Tensor, ...]]:
-    """What the routers return in forwards that follow."""
+    """What the routers return in forwards that follow: logits, gates and experts."""
     outputs: list[tuple[torch.Tensor, ...]] = []
     for router in find_routers(model):
-        router.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+        router.register_forward_hook(
+            lambda _module, _inputs, output: outputs.append(output if output[0].is_floating_point() else output[::-1])
+        )
     return outputs
 
 

@@ -79,9 +79,11 @@ def _wrap_router(kind: Any) -> Any:
 
 
 def run_router(forward: Any, router: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [T, E], gates [T, K] and experts [T, K] of the tokens."""
+    """Logits [T, E], gates [T, K] and experts [T, K] of the tokens; reversed by Granite in transformers 5.17."""
     with nullcontext() if router.replayed is None else _ReplayedChoice(*router.replayed):
-        logits_TE, gate_TK, expert_TK = forward(router, *inputs)
+        outputs = forward(router, *inputs)
+    order = slice(None, None, 1 if outputs[0].is_floating_point() else -1)
+    logits_TE, gate_TK, expert_TK = outputs[order]
     # rows that the trainer scores are recorded too, where nobody reads them
     if router.recorded is not None and not torch.is_grad_enabled() and len(expert_TK) <= len(router.recorded):
         router.recorded[: len(expert_TK)].copy_(expert_TK)
@@ -92,7 +94,7 @@ def run_router(forward: Any, router: Any, *inputs: Any) -> tuple[Tensor, Tensor,
         sums_2E.add_((torch.stack([is_chosen_TE, probability_TE.detach()]) * weight_T1).sum(dim=1))
         if slope_E is not None and torch.is_grad_enabled():
             gate_TK = _AddedLoss.apply(gate_TK, (probability_TE * weight_T1 * slope_E).sum().to(gate_TK.dtype))
-    return logits_TE, gate_TK, expert_TK
+    return (logits_TE, gate_TK, expert_TK)[order]
 
 
 class _ReplayedChoice(TorchFunctionMode):
