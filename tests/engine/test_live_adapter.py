@@ -55,6 +55,17 @@ def test_logprobs_are_those_of_the_current_adapter(name):
     assert seen[:2] != seen[2:]
 
 
+def assert_sampled_as(model, reference):
+    """The logprobs of what the model samples are those that the reference computes."""
+    engine = build_engine(model)
+    engine.resume(1)
+    (prompt,) = build_prompts(7)
+    (completion,) = generate_all(engine, [prompt], Sampling(distribution=Distribution(), max_tokens=6))
+    logits = compute_reference_logits(reference, prompt, completion.sampled_ids)
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.sampled_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_an_adapter_of_embeddings_is_sampled_as_peft_computes_it(pocket_folder, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(pocket_folder, dtype=torch.float32)
     config = LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"], base_model_name_or_path=str(pocket_folder))
@@ -63,13 +74,7 @@ def test_an_adapter_of_embeddings_is_sampled_as_peft_computes_it(pocket_folder, 
     theirs.save_pretrained(tmp_path)
     model = load_model(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"), lora=LoraSection())
     check_vocabulary(model, load_tokenizer(str(pocket_folder)))
-    engine = build_engine(model)
-    engine.resume(1)
-    (prompt,) = build_prompts(7)
-    (completion,) = generate_all(engine, [prompt], Sampling(distribution=Distribution(), max_tokens=6))
-    logits = compute_reference_logits(theirs, prompt, completion.sampled_ids)
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.sampled_ids)[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=1e-4)
+    assert_sampled_as(model, theirs)
 
 
 def test_an_adapter_on_a_4_bit_model_is_sampled_as_it_is_trained(pocket_folder):
@@ -77,13 +82,7 @@ def test_an_adapter_on_a_4_bit_model_is_sampled_as_it_is_trained(pocket_folder):
     lora = LoraSection(r=4, quantization="nf4")
     model = load_model(pocket_folder, dtype=torch.float32, device=torch.device("cpu"), lora=lora)
     change_adapter(model, 1)
-    engine = build_engine(model)
-    engine.resume(1)
-    (prompt,) = build_prompts(7)
-    (completion,) = generate_all(engine, [prompt], Sampling(distribution=Distribution(), max_tokens=6))
-    logits = compute_reference_logits(model, prompt, completion.sampled_ids)
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.sampled_ids)[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=1e-4)
+    assert_sampled_as(model, model)
 
 
 class Adapted(nn.Module):

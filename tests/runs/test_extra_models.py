@@ -85,6 +85,7 @@ def test_an_adapter_that_changes_its_base_has_no_reference(pocket_folder, tmp_pa
         algorithm = resolve_algorithm(AlgorithmSection(algorithm_type="grpo", kl_coef=kl_coef))
         with pytest.raises(ConfigError, match="cannot be the reference") if refused else nullcontext():
             check_reference(algorithm, section)
+        check_reference(algorithm, section.model_copy(update={"lora": None}))  # merged, with a whole reference
     if not is_refused:
         policy = load_section_model(section)
         with torch.no_grad(), disabled_adapter(policy):

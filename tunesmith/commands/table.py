@@ -18,7 +18,8 @@ first stage runs, and run by `stage` (`tunesmith.commands.run`). A new command o
         config="tunesmith.commands.shuffle:ShuffleSection",
         kind="shuffle",
         stage_config="tunesmith.commands.shuffle:ShuffleStage",    # the same with `kind: Literal["shuffle"]`
-        stage="tunesmith.commands.shuffle:run_stage",  # run_stage(settings, out_dir=..., choose_model=...)
+        # run_stage(settings, out_dir=..., choose_model=...), and check_stage(settings) beside it
+        stage="tunesmith.commands.shuffle:run_stage",
     )
 """
 
@@ -97,7 +98,7 @@ class Command:
     """Runs it as a stage: called with settings, `out_dir` and `choose_model`, returns a `StageResult`."""
     check: str | None = None
     """Raises for settings that cannot run, before the first stage starts; references to stages are unresolved. None:
-    `check_stage` in the module of `run_stage`."""
+    `check_stage` in the module of `stage`."""
     has_model: bool = False
     """Whether `stage:NAME` is a model."""
     output: str | None = None

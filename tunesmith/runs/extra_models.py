@@ -64,11 +64,13 @@ def check_extra_models(algorithm: Algorithm, section: AlgorithmSection, model: M
 
 def check_reference(algorithm: Algorithm, model: ModelSection) -> None:
     """Refuse an adapter that changes its base, where the policy without it is the reference."""
+    if model.lora is None or "reference" not in algorithm.needs:
+        return
     adapter = find_model(model.path, model.base_path).adapter
-    if "reference" in algorithm.needs and adapter is not None and adapter.changes_base:
+    if adapter is not None and adapter.changes_base:
         raise ConfigError(
             f"model.path={model.path!r} is an adapter whose `bias` or `init_lora_weights` changes its base, so it "
-            "cannot be the reference: export it as a whole model and start from that, or set kl_coef=0"
+            "cannot be the reference: export it as a whole model and start from that, or train without a reference"
         )
 
 

@@ -169,7 +169,7 @@ def check_outputs(stages: Sequence[PlannedStage], plans: Mapping[str, str], fold
 def check_stage(stage: PlannedStage) -> None:
     """Raise if a stage is invalid; the error names the stage."""
     entry = STAGES[stage.kind]
-    check = entry.check or str(entry.stage).replace(":run_stage", ":check_stage")
+    check = entry.check or f"{str(entry.stage).partition(':')[0]}:check_stage"
     try:
         settings = stage.resolve(lambda reference: f"stage:{reference.stage}/{reference.file or ''}".rstrip("/"))
         import_named(check)(settings)
