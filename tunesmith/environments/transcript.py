@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from tunesmith.chat.parsers.reply import THINK_CLOSE, THINK_OPEN
 from tunesmith.errors import DataError
+from tunesmith.judges.numeric import extract_boxed
 from tunesmith.judges.squad import read_prediction
 from tunesmith.judges.transcript import Reply, ToolCallRecord
 from tunesmith.tasks.load import read_field
@@ -226,13 +227,13 @@ def find_format_error(transcript: Transcript) -> str | None:
     """What is wrong with the format of the transcript's protocol, in one sentence; None if nothing is.
 
     Tags: each step begins with `<think>` and ends with a call or with the answer; tags are balanced and not nested; the
-    model writes no `<result>`; the answer has a `\\boxed{}`. Native: every call could be read, and the final message
-    has a `\\boxed{}`.
+    model writes no `<result>`; the answer has a `\\boxed{}`, closed and not empty. Native: every call could be read, and
+    the final message has such a box.
     """
     if transcript.finish != "answered":
         return f"there is no answer: {transcript.finish}"
     answer = transcript.segments[-1].text
-    if "\\boxed{" not in answer or not transcript.answer:
+    if not extract_boxed(answer) or not transcript.answer:
         return "the answer has no \\boxed{}"
     if transcript.protocol == "native":
         unreadable = [each for each in transcript.segments if each.failure in UNREADABLE]

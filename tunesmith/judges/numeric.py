@@ -210,13 +210,18 @@ def extract_answer(text: str) -> str | None:
     return last and (_find_formula(text, text.rfind(last)) or last)
 
 
+def extract_boxed(text: str) -> str | None:
+    r"""The content of the last `\boxed{}`; None without one, or if it is not closed."""
+    start = text.rfind("\\boxed{")
+    boxed = read_braces(text[start + len("\\boxed") :]) if start >= 0 else None
+    return boxed and boxed.strip()
+
+
 def extract_marked(text: str) -> str | None:
     r"""The content of the last `\boxed{}`, else the text after the last `####` on its line; None without either."""
-    start = text.rfind("\\boxed{")
-    if start >= 0:
-        boxed = read_braces(text[start + len("\\boxed") :])
-        if boxed is not None:
-            return boxed.strip()
+    boxed = extract_boxed(text)
+    if boxed is not None:
+        return boxed
     _, mark, rest = text.rpartition("####")
     if not mark:
         return None

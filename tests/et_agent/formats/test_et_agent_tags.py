@@ -34,6 +34,12 @@ def test_results_that_the_model_wrote_are_its_text():
     assert find_format_error(parse_trajectory("q", text)) is not None
 
 
+@pytest.mark.parametrize("answer", ["\\boxed{1", "\\boxed{\\text{1}", "\\boxed{}", "\\boxed{\\text{}}", "1"])
+def test_an_answer_needs_a_box_that_is_closed_and_not_empty(answer):
+    error = find_format_error(parse_trajectory("q", f"<think>t</think><answer>{answer}</answer>"))
+    assert error == "the answer has no \\boxed{}"
+
+
 def test_a_call_without_result_is_text_unless_it_ends_the_trajectory():
     assert [kind for kind, _ in describe("<search>a</search> and then " + END)] == ["thought", "answer"]
     open_ended = parse_trajectory("q", "<think>t</think><search>a</search>")
