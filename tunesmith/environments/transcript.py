@@ -227,8 +227,8 @@ def find_format_error(transcript: Transcript) -> str | None:
     """What is wrong with the format of the transcript's protocol, in one sentence; None if nothing is.
 
     Tags: each step begins with `<think>` and ends with a call or with the answer; tags are balanced and not nested; the
-    model writes no `<result>`; the answer has a `\\boxed{}`, closed and not empty. Native: every call could be read, and
-    the final message has such a box.
+    model writes no `<result>`; the answer has a closed `\\boxed{}` with text. Native: every call could be read, and the
+    final message has such a box.
     """
     if transcript.finish != "answered":
         return f"there is no answer: {transcript.finish}"
