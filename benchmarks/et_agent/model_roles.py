@@ -20,6 +20,7 @@ import argparse
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,6 +39,8 @@ COMPARISONS = (
     ("rft_rollouts", "rft_unwritten"),
     ("rft", "rft_masked"),
     ("rft", "rft_dropped"),
+    ("rft", "rft_expert"),
+    ("rft_rollouts", "rft_expert"),
 )
 
 
@@ -117,10 +120,10 @@ def average_behavior(folders: Sequence[Path]) -> dict[str, dict[str, float]]:
 CORRECT_AT = 0.75
 
 
-def count_operators(folder: Path) -> dict[str, dict[str, int]]:
-    """Attempts of each operator, its right trajectories, and how many of these call more, as often or less often than
-    the trajectory that they were made of."""
-    rows = [row for row in read_rows(folder / "flywheel" / "attempts.jsonl") if "outcome" in row]
+def count_operators(folder: Path, stage: str) -> dict[str, dict[str, int]]:
+    """Attempts of each operator of a flywheel, its right trajectories, and how many of these call more, as often or
+    less often than the trajectory that they were made of."""
+    rows = [row for row in read_rows(folder / stage / "attempts.jsonl") if "outcome" in row]
     kept = {(row["question_id"], row["number"]): row for row in rows if row["outcome"] == "kept"}
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for row in rows:
@@ -179,10 +182,11 @@ def main() -> None:
     details["behavior"] = average_behavior(arguments.folders)
     for name, measures in details["behavior"].items():
         print(f"behavior  {name:14} " + "  ".join(f"{what} {value:.3g}" for what, value in measures.items()))
-    for folder in arguments.folders:
-        details[folder.name]["operators"] = operators = count_operators(folder)
+    for folder, stage in product(arguments.folders, ("flywheel", "flywheel_expert")):
+        if operators := count_operators(folder, stage):
+            details[folder.name]["operators" if stage == "flywheel" else "operators of the expert"] = operators
         for name, counts in operators.items():
-            print(f"{folder.name:9} {name:20} " + "  ".join(f"{what} {number}" for what, number in counts.items()))
+            print(f"{folder.name:9} {stage} {name:20} " + "  ".join(f"{what} {each}" for what, each in counts.items()))
     for folder in arguments.folders if arguments.votes else ():
         details[folder.name]["verdicts"] = verdicts = count_verdicts(folder)
         for said, counts in verdicts.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import runpy
@@ -11,15 +12,20 @@ from pathlib import Path
 import pytest
 import yaml
 
+from recipes.et_agent import expert_roles
 from recipes.et_agent.mathematics import leave_wrong_beginnings
+from recipes.et_agent.pocket import has_evidence, index_documents, search, split_questions
 from recipes.world import World, generate
 from recipes.world.config import build_config
 from recipes.world.expert import iter_plans
 from tunesmith import run_pipeline
 from tunesmith.commands.run.config import load_pipeline, plan_stages
 from tunesmith.commands.run.run import check_stage
-from tunesmith.config import FlywheelConfig
+from tunesmith.config import EnvironmentSection, FlywheelConfig
 from tunesmith.environments import Transcript
+from tunesmith.et_agent.flywheel.roles import RoleRequest, split_steps
+from tunesmith.runs.load_config import build_section
+from tunesmith.runs.load_function import load_environment
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "et_agent"
 SMALL = (
@@ -239,3 +245,47 @@ def test_the_pipelines_for_a_gpu_are_valid(monkeypatch):
     flywheel = next(stage for stage in stages if stage.name == "flywheel")
     check_stage(flywheel)
     assert flywheel.kind == "flywheel" and FlywheelConfig.model_fields
+
+
+def test_the_expert_finds_detours_and_takes_the_steps_that_are_left(tmp_path):
+    pytest.importorskip("bm25s", reason="search needs bm25s: pip install 'tunesmith[retrieval]'")
+    world = {"num_documents": 200, "num_train": 60, "num_test": 0, "max_hops": 2, "kind_shares": {"multi_hop": 1.0}}
+    generate(tmp_path / "world", **world)
+    index_documents(tmp_path, documents=str(tmp_path / "world" / "documents.jsonl"))
+    split_questions(tmp_path, world=world, num_train=40, num_test=0, seed=0)
+    expert_roles.add_plans(tmp_path, world=world, questions=str(tmp_path / "train.jsonl"))
+    settings = {"source": "index", "index": str(tmp_path / "index"), "top_n": 2}
+    tools = [{"tool": "search", "settings": settings}]
+    environment = load_environment(build_section(EnvironmentSection, {"prompt": "brief", "tools": tools}))
+    plans = list(iter_plans(World(config=build_config(world)), "train"))
+
+    def ask(transcript, row, goal, **fields):
+        steps = split_steps(transcript)
+        fields |= {"row": row, "transcript": transcript, "steps": steps, "environment": environment}
+        role = expert_roles.analyst if goal.startswith("find") else expert_roles.author
+        return role(RoleRequest(goal=goal, **fields))
+
+    checked = 0
+    for row in read(tmp_path / "train.jsonl"):
+        plan = plans[row["number"]]
+        direct = [(each.thought, each.query) for each in plan.lookups]
+        half, good = (asyncio.run(search(plan, direct[:num], environment)) for num in (1, 2))
+        if len(direct) != 2 or has_evidence(plan, half) or not has_evidence(plan, good):
+            continue
+        checked += 1
+        answered = environment.write_answer(good, thought=plan.conclusion, text=plan.answer)
+        assert ask(answered, row, "find_redundant", is_correct=True) is None
+        assert ask(answered, row, "find_flaw", is_correct=False).step == 3
+        thoughts = ask(answered, row, "refine_thoughts", is_correct=True, thoughts=("a", "b", "c"))
+        assert thoughts == [each.thought for each in plan.lookups] + [plan.conclusion]
+        twice = asyncio.run(search(plan, [direct[0], direct[0], direct[1]], environment))
+        finding = ask(twice, row, "find_redundant", is_correct=True)
+        assert finding.step == 2
+        draft = ask(twice, row, "replace_step", is_correct=True, finding=finding)
+        assert (draft.thought, draft.text, draft.tool) == (*direct[1], "search")
+        early = environment.write_answer(half, thought="x", text="y")
+        finding = ask(early, row, "find_flaw", is_correct=False)
+        assert finding.step == 2 and "without the facts" in finding.reason
+        assert ask(early, row, "replace_step", is_correct=False, finding=finding).text == direct[1][1]
+        assert ask(early, row, "reflect", is_correct=False).endswith(direct[1][0])
+    assert checked >= 5
