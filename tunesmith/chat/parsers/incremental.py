@@ -141,10 +141,10 @@ class StopStrings:
             return ""
         text = self._held + text
         self._held = ""
-        found = [(index, stop) for stop in self._stop if (index := text.find(stop)) >= 0]
-        if found:
-            index, self.found = min(found, key=lambda each: each[0])
-            return text[: index + len(self.found) * self._keeps_stop]
+        found = [(index + len(stop), index, stop) for stop in self._stop if (index := text.find(stop)) >= 0]
+        if found:  # the one that is complete first, which does not depend on how the text was cut into pieces
+            end, start, self.found = min(found)
+            return text[: end if self._keeps_stop else start]
         if not is_end:
             num_held = max((count_overlap(text, stop) for stop in self._stop), default=0)
             text, self._held = text[: len(text) - num_held], text[len(text) - num_held :]

@@ -155,7 +155,10 @@ class ChatEndpoint:
         end_ids = eos_ids.union(sampling.stop_token_ids) if distribution.min_tokens else ()
         texts = [text for word in request.bad_words for text in (word, f" {word}")]
         encode = partial(self.recorder.renderer.encode_prompt, adds_special_tokens=False)
-        words = tuple(dict.fromkeys(map(encode, texts)))
+        try:
+            words = tuple(dict.fromkeys(map(encode, texts)))
+        except ValueError as error:
+            raise RequestError(str(error), param="bad_words") from error
         distribution = replace(distribution, end_ids=tuple(sorted(end_ids)), bad_words=words, grammar=grammar)
         return replace(request, sampling=replace(sampling, distribution=distribution))
 

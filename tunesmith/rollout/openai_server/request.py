@@ -127,7 +127,7 @@ def read_logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...] | No
     """Pairs of token id and bias; None if there is none."""
     try:
         pairs = sorted((int(token_id), float(bias)) for token_id, bias in value.items())
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise RequestError(f"{name} must map token ids to numbers", param=name) from error
     if not all(token_id >= 0 and abs(bias) <= MAX_LOGIT_BIAS for token_id, bias in pairs):
         raise ValueError(f"{name} must map token ids to numbers in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]")
@@ -145,7 +145,7 @@ def read_prompts(value: Any, name: str) -> tuple[str | tuple[int, ...], ...]:
     prompts = value if isinstance(value, list) and not all(type(each) is int for each in value) else [value]
     for prompt in prompts:
         if not prompt or not (isinstance(prompt, str) or _is_token_ids(prompt)):
-            raise ValueError("prompt must be text, token ids, or a list of either, none of them empty")
+            raise RequestError("prompt must be text, token ids, or a list of either, none of them empty", param=name)
     return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts)
 
 
