@@ -184,7 +184,7 @@ class ChatEndpoint:
     def _build_context_error(self, found: str, param: str) -> RequestError:
         message = (
             f"this model's maximum context length is {self.recorder.engine.max_model_len} tokens and {found}; shorten "
-            "the messages, or raise model.max_model_len"
+            "the messages, or raise model.max_model_len, or the KV cache if that is smaller"
         )
         return RequestError(message, param=param, code=CONTEXT_LENGTH_EXCEEDED)
 
