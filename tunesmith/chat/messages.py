@@ -177,8 +177,7 @@ def parse_tools(raw: Any) -> tuple[dict[str, Any], ...]:
     tools = []
     for index, tool in enumerate(raw):
         function = tool.get("function") if isinstance(tool, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or not name:
+        if not isinstance(function, dict) or not function.get("name") or not isinstance(function["name"], str):
             raise ValueError(f"tools[{index}] must be {{type: function, function: {{name, ...}}}}")
         if not isinstance(function.get("parameters"), dict | None):
             raise ValueError(f"tools[{index}].function.parameters must be a JSON schema, an object")

@@ -111,8 +111,6 @@ class LocalEngine(BaseEngine):
         token_matcher = self.grammars.open(grammar) if grammar else None
         deadline_at = None if sampling.deadline_s is None else time.monotonic() + sampling.deadline_s
         self._bind_loop()
-        if len(prompt_ids) >= self.max_model_len:
-            return Completion(sampled_ids=(), logprobs=(), policy_versions=(), stop_reason="context")
         is_before_hold = self._hold_ended is None
         await self._queue_places.acquire()
         while is_before_hold and self._hold_ended is not None:

@@ -38,6 +38,7 @@ from tunesmith.types import (
     MAX_COUNT,
     MAX_LOGIT_BIAS,
     MAX_REPETITION_PENALTY,
+    MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
     MIN_TEMPERATURE,
     Sampling,
@@ -45,7 +46,6 @@ from tunesmith.types import (
 
 MAX_CHOICES = 128
 MAX_BAD_WORDS = 1024
-MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_PENALTY = 2.0
 """Largest magnitude of a presence or frequency penalty, as in the OpenAI API."""
