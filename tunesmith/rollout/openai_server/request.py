@@ -135,21 +135,21 @@ def read_logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...] | No
 
 
 def read_ids(value: Any, name: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(each) is int for each in value):
+    if not _is_ids(value):
         raise ValueError(f"{name} must be a list of token ids")
     return tuple(value)
 
 
 def read_prompts(value: Any, name: str) -> tuple[str | tuple[int, ...], ...]:
     """Text, token ids, or a list of either."""
-    prompts = value if isinstance(value, list) and not all(type(each) is int for each in value) else [value]
+    prompts = value if isinstance(value, list) and not _is_ids(value) else [value]
     for prompt in prompts:
-        if not prompt or not (isinstance(prompt, str) or _is_token_ids(prompt)):
+        if not prompt or not (isinstance(prompt, str) or _is_ids(prompt)):
             raise RequestError("prompt must be text, token ids, or a list of either, none of them empty", param=name)
     return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts)
 
 
-def _is_token_ids(value: Any) -> bool:
+def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(each) is int and 0 <= each < MAX_NUMBER for each in value)
 
 
