@@ -72,12 +72,8 @@ class IncrementalParser(ABC):
         self._calls: list[ToolCall] = []
 
     @property
-    def is_stopped(self) -> bool:
-        """Whether a stop string was found; later text is ignored."""
-        return self._stop.found is not None
-
-    @property
     def stop_string(self) -> str | None:
+        """The stop string that was found; later text is ignored."""
         return self._stop.found
 
     def feed(self, text: str) -> Delta:
@@ -94,7 +90,7 @@ class IncrementalParser(ABC):
 
     def _advance(self, text: str, *, is_end: bool) -> Delta:
         self._buffer += self._stop.cut(text, is_end=is_end)
-        while self._parse_state(self, is_end or self.is_stopped):
+        while self._parse_state(self, is_end or self.stop_string is not None):
             pass
         if is_end:
             self._end_content()
