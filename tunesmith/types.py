@@ -150,6 +150,8 @@ MIN_TEMPERATURE = 1e-5
 MAX_COUNT = 2**31 - 1
 """Largest `top_k` and `min_tokens`: files of rollouts have 32 bits for them."""
 MAX_LOGIT_BIAS = 1e4
+MAX_TOP_LOGPROBS = 20
+"""Most tokens whose logprobs a request may have for each sampled one, as in the OpenAI API."""
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 """Bounds that keep logits finite in float32, whatever the temperature."""
 MAX_REWARD = 1e9

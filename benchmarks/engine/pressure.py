@@ -91,6 +91,7 @@ def simulate(num_agents: int, num_blocks: int, variant: Variant, *, max_num_seqs
             agent = agents[heapq.heappop(waiting)[1]]
             agent.num_left = max(8, int(REPLY_MEDIAN * agent.rng.lognormvariate(0, REPLY_SIGMA)))
             agent.sent_at, agent.last_token_at = max(now, 0.0), None
+            assert len(agent.token_ids) < num_blocks * BLOCK_SIZE, "a conversation exceeds the whole cache"
             request = Request(
                 request_id=num_requests, prompt_ids=tuple(agent.token_ids), sampling=Sampling(max_tokens=1 << 20),
                 order=(agent.index // GROUP, agent.index % GROUP, agent.turn, 0),
@@ -99,7 +100,6 @@ def simulate(num_agents: int, num_blocks: int, variant: Variant, *, max_num_seqs
             num_requests += 1
             scheduler.add(request)
         step = scheduler.schedule()
-        assert not step.unschedulable, "a conversation exceeds the whole cache"
         num_preemptions += step.num_preemptions
         num_prefilled = 0
         for chunk in step.chunks:

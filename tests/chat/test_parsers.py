@@ -105,6 +105,8 @@ def test_text_from_a_stop_string_on_is_dropped():
     for seed in [None, *range(40)]:
         assert read(renderer, "say STOP and go", stop=["STOP", "go"], pieces=seed) == ("", "say ", [])
         assert read(renderer, "say STO", stop=["STOP"], pieces=seed) == ("", "say STO", [])
+        # of stop strings that overlap the first that is complete ends the text
+        assert read(renderer, "say\n\nUser: x", stop=["\n\nUser:", "User"], pieces=seed) == ("", "say\n\n", [])
 
 
 def test_a_single_call_ends_the_reply():

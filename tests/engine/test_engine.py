@@ -122,17 +122,19 @@ def test_idle_time_is_the_time_without_requests_while_sampling(monkeypatch: pyte
     assert engine.compute_stats()["perf/engine_idle_s"] == 0.0
 
 
-def test_a_prompt_that_fills_the_context_samples_nothing_and_a_full_context_ends_a_completion() -> None:
+def test_a_prompt_that_fills_the_context_is_refused_and_a_full_context_ends_a_completion() -> None:
     engine = build_engine(max_model_len=10)
-    too_long, fits = generate_all(engine, build_prompts(10, 7), Sampling(max_tokens=50))
-    assert (too_long.sampled_ids, too_long.stop_reason) == ((), "context")
+    with pytest.raises(ValueError, match="a prompt of 10 tokens fills the context of 10"):
+        generate_all(engine, build_prompts(10), Sampling(max_tokens=50))
+    (fits,) = generate_all(engine, build_prompts(7), Sampling(max_tokens=50))
     assert (len(fits.sampled_ids), fits.stop_reason) == (3, "context")
 
 
-def test_a_request_larger_than_the_cache_ends_with_stop_reason_context() -> None:
+def test_a_cache_smaller_than_the_context_limits_the_context(caplog: pytest.LogCaptureFixture) -> None:
     engine = build_engine(kv_cache_tokens=16)
-    too_long, grows = generate_all(engine, build_prompts(18, 10), Sampling(max_tokens=50))
-    assert (too_long.sampled_ids, too_long.stop_reason) == ((), "context")
+    assert "the KV cache has room for 16 tokens, fewer than model.max_model_len=128" in caplog.text
+    assert engine.max_model_len == 17
+    (grows,) = generate_all(engine, build_prompts(10), Sampling(max_tokens=50))
     assert (len(grows.sampled_ids), grows.stop_reason) == (7, "context")
 
 

@@ -43,6 +43,9 @@ TOOLS = [
     {"function": {"name": 'say "x"'}},
 ]  # fmt: skip
 
+UNTYPED_TOOLS = [{"function": {"name": "add", "parameters": {"properties": {"a": {}}, "required": ["a"]}}}]
+"""As clients write it by hand; any value is valid under the schema alone."""
+
 
 def accepts(grammar: str, text: str) -> bool:
     """Whether the grammar allows the text, by the longest tokens that it allows, and then the end of the reply."""
@@ -85,6 +88,8 @@ SPELLINGS = [
          ['add", "arguments": {"a": 3}}\n</tool_call>',
           'say \\"x\\"", "arguments":{}}</tool_call>\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}</tool_call>'],
          ['sub", "arguments": {"a": 3}}\n</tool_call>', 'say "x"", "arguments": {}}</tool_call>']),
+        (build_call_grammar(UNTYPED_TOOLS, FORMAT, is_single=True, after="add"),
+         ['{"a": 3}}</tool_call>'], ["3}</tool_call>", "[]}</tool_call>", "{}}</tool_call>"]),
         (add_calls(build_choice_grammar(["yes"]), build_call_grammar(TOOLS, FORMAT, is_single=True)),
          ["yes", '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'],
          ["no", 'yes<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>', "<tool_call>"]),

@@ -177,8 +177,10 @@ def parse_tools(raw: Any) -> tuple[dict[str, Any], ...]:
     tools = []
     for index, tool in enumerate(raw):
         function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        if not isinstance(function, dict) or not function.get("name") or not isinstance(function["name"], str):
             raise ValueError(f"tools[{index}] must be {{type: function, function: {{name, ...}}}}")
+        if not isinstance(function.get("parameters"), dict | None):
+            raise ValueError(f"tools[{index}].function.parameters must be a JSON schema, an object")
         fields = {key: value for key, value in function.items() if key != "strict" and value is not None}
         tools.append({"type": "function", "function": fields})
     return tuple(tools)

@@ -365,7 +365,7 @@ def _refuse_surrogates() -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        raise ValueError("the messages contain lone surrogates, which cannot be encoded as UTF-8") from error
+        raise ValueError("the text contains lone surrogates, which cannot be encoded as UTF-8") from error
 
 
 def _find_backend(tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -9,6 +9,7 @@ weights is read; unfinished requests are recomputed, and tokens sampled so far k
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
@@ -33,6 +34,12 @@ from tunesmith.model.experts import RouteRecorder
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.types import Completion, DeferredTokens, OnTokens, Sampling
 
+logger = logging.getLogger(__name__)
+
+SMALL_CACHE_WARNING = (
+    "the KV cache has room for %d tokens, fewer than model.max_model_len=%d, and limits the context: lower "
+    "model.max_model_len, or raise engine.kv_cache_gib or engine.kv_cache_tokens"
+)
 MEMORY_ADVICE = "lower engine.kv_cache_gib, engine.max_num_seqs or engine.max_batched_tokens"
 
 
@@ -54,6 +61,10 @@ class LocalEngine(BaseEngine):
         self._runner = ModelRunner(
             model, settings, max_model_len=max_model_len, grammars=self.grammars, has_trainer=has_trainer
         )
+        # the last token of a reply needs no place in the cache
+        self.max_model_len = min(max_model_len, self._runner.num_blocks * settings.page_size + 1)
+        if self.max_model_len < max_model_len:
+            logger.warning(SMALL_CACHE_WARNING, self.max_model_len - 1, max_model_len)
         self._output_processor, self._stepper = self._build_stepper()
         self._is_paused = False
         self._lock = threading.RLock()
@@ -100,8 +111,6 @@ class LocalEngine(BaseEngine):
         token_matcher = self.grammars.open(grammar) if grammar else None
         deadline_at = None if sampling.deadline_s is None else time.monotonic() + sampling.deadline_s
         self._bind_loop()
-        if len(prompt_ids) >= self.max_model_len:
-            return Completion(sampled_ids=(), logprobs=(), policy_versions=(), stop_reason="context")
         is_before_hold = self._hold_ended is None
         await self._queue_places.acquire()
         while is_before_hold and self._hold_ended is not None:

@@ -113,7 +113,7 @@ class CallTexts:
 
     def build_argument_rules(self, function: Mapping[str, Any], index: int) -> list[str]:
         """Rules of a tool's arguments; keywords that no grammar expresses are refused for `strict` tools only."""
-        rule, schema = f"{CALL}_arguments{index}", function.get("parameters") or ANY_OBJECT
+        rule, schema = f"{CALL}_arguments{index}", {**(function.get("parameters") or {}), **ANY_OBJECT}
         is_lenient = not function.get("strict")
         if self.arguments is None:
             return [f"{rule}: {write_json(schema, is_lenient=is_lenient)}"]

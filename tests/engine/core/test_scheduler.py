@@ -141,23 +141,6 @@ def test_when_blocks_run_out_the_lowest_priority_is_preempted_and_recomputed() -
     assert describe(run_step(scheduler)) == [(0, 0, 9)]
 
 
-def test_a_request_that_the_whole_cache_cannot_hold_is_unschedulable() -> None:
-    scheduler = build_scheduler(num_blocks=2)
-    scheduler.add(build_request(0, range(9)))
-    scheduler.add(build_request(1, range(20, 28)))
-    (unschedulable,) = scheduler.schedule().unschedulable
-    assert unschedulable.request_id == 0
-    scheduler.remove(unschedulable)
-    alone = scheduler.running[0]
-    scheduler.commit([])
-    alone.num_computed = 8
-    alone.extend([7], [-1.0], 0)
-    assert scheduler.schedule().unschedulable == [alone]
-    scheduler.remove(alone)
-    assert not scheduler.has_requests
-    assert scheduler.pool.num_available == 2
-
-
 def test_reset_cache_frees_all_blocks_and_keeps_all_requests() -> None:
     scheduler = build_scheduler()
     scheduler.add(build_request(0, range(10, 20)))

@@ -114,8 +114,9 @@ def test_a_deadline_ends_a_request(engine, limited):
     assert sample(engine, max_tokens=60, deadline_s=0.01).stop_reason == "deadline"
 
 
-def test_a_prompt_that_fills_the_context_samples_nothing(engine):
-    assert sample(engine, prompt=[1] * 64).stop_reason == "context"
+def test_a_prompt_that_fills_the_context_is_refused(engine):
+    with pytest.raises(ValueError, match="a prompt of 64 tokens fills the context of 64"):
+        sample(engine, prompt=[1] * 64)
 
 
 def test_a_stop_string_ends_the_request_and_aborts_it(engine, calls, limited):

@@ -119,3 +119,44 @@ async def test_text_that_is_not_unicode_and_types_that_are_not_text_are_answered
     assert response.status_code == status
     assert answer in response.text
     assert len(bound.close()) == (status == 200)
+
+
+DEEP = "[" * 3000
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "sentence"),
+    [
+        ("completions", {}, "prompt must be text, token ids, or a list of either"),
+        ("completions", {"prompt": None}, "prompt must be text, token ids, or a list of either"),
+        ("completions", {"prompt": "x", "logit_bias": {"5": HUGE}}, "logit_bias must map token ids to numbers"),
+        ("completions", {"prompt": "x", "guided_json": DEEP}, "guided_json is not JSON"),
+        ("completions", {"prompt": "x", "bad_words": ["\ud800"]}, "the text contains lone surrogates"),
+        ("chat/completions", {"messages": USER, "guided_json": DEEP}, "guided_json is not JSON"),
+        ("chat/completions", {"messages": USER, "bad_words": ["\ud800"]}, "the text contains lone surrogates"),
+        (
+            "chat/completions",
+            {"messages": USER, "tool_choice": "required", "tools": [{"function": {"name": "f", "parameters": "auto"}}]},
+            "tools[0].function.parameters must be a JSON schema, an object",
+        ),
+        (
+            "messages",
+            {"messages": USER, "max_tokens": 5, "tools": [{"name": "f", "input_schema": [1]}]},
+            "tools[0].function.parameters must be a JSON schema, an object",
+        ),
+        (
+            "responses",
+            {"input": "x", "tool_choice": "required", "tools": [{"type": "function", "name": ""}]},
+            "tools[0] must be {type: function, function: {name, ...}}",
+        ),
+    ],
+)
+async def test_values_that_only_their_use_would_reject_are_refused(route, fields, sentence):
+    service = build_service("x")
+    bound = service.open(seed=1)
+    headers = {"authorization": f"Bearer {bound.session.key}"}
+    response = await service._http_client.post(f"http://x/v1/{route}", content=json.dumps(fields), headers=headers)
+    assert response.status_code == 400
+    assert sentence in response.json()["error"]["message"]
+    assert bound.close() == ()

@@ -14,8 +14,13 @@ from served import ADD, DEFAULTS, SUB, TOKENIZERS, TOOLS, USER, build_service, c
 from chat_templates import QWEN25, THINKING
 from fakes import FakeEngine
 from tunesmith.chat.messages import Message
-from tunesmith.chat.renderer import Prompt
+from tunesmith.chat.renderer import Prompt, Renderer
+from tunesmith.config import EngineSection
+from tunesmith.engine.engine import LocalEngine
+from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.engine.vllm.support import check_parameters
+from tunesmith.model.forward.attention import use_plan_attention
+from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.rollout.service import ModelService
 from tunesmith.types import Distribution
 
@@ -216,6 +221,19 @@ async def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(max_model_len
     assert caught.value.body["type"] == "invalid_request_error"
     assert bound.close() == ()
     assert service.recorder.compute_stats()["rollout/num_overlong"] == 1
+
+
+def test_a_prompt_that_the_kv_cache_cannot_hold_is_refused():
+    """It was answered by an empty reply, which the judge scored."""
+    tokenizer = build_pocket_tokenizer()
+    model = build_pocket_model(tokenizer, hidden_size=96, num_layers=2)
+    use_plan_attention(model)
+    engine = LocalEngine(model, tokenizer, EngineSection(kv_cache_tokens=48), max_model_len=600)
+    service = ModelService(engine, Renderer(tokenizer), model_name="m", sampling=DEFAULTS)
+    long = [{"role": "user", "content": "1 + 2 = 3, " * 20}]
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 49 tokens") as caught:
+        run_lockstep(create_completion(service, long))
+    assert caught.value.code == "context_length_exceeded"
 
 
 async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch):

@@ -173,6 +173,21 @@ async def test_of_equal_replies_the_last_one_is_extended():
     assert not extends(turns[2], turns[0])
 
 
+@pytest.mark.parametrize("call", ["", ADD])
+async def test_of_replies_with_equal_text_the_one_whose_reasoning_or_call_ids_are_sent_back_is_extended(call):
+    service = build_service(f"<think>a</think>x{call}", f"<think>b</think>x{call}", "y", template=QWEN3)
+    bound = service.open(seed=1)
+    replies = [await create_message(bound, [USER], tools=TOOLS) for _ in range(2)]
+    for reply in replies:
+        sent = reply.model_dump(exclude_none=True)
+        if call:  # the ids tell which reply it is
+            del sent["reasoning_content"]
+        results = [{"role": "tool", "tool_call_id": each.id, "content": "3"} for each in reply.tool_calls or ()]
+        await create_message(bound, [USER, sent, *(results or [USER])], tools=TOOLS)
+    turns = bound.close()
+    assert extends(turns[2], turns[0]) and extends(turns[3], turns[1])
+
+
 async def test_truncated_replies_can_be_extended():
     service = build_service("one two three")
     bound = service.open(seed=1)

@@ -72,12 +72,8 @@ class IncrementalParser(ABC):
         self._calls: list[ToolCall] = []
 
     @property
-    def is_stopped(self) -> bool:
-        """Whether a stop string was found; later text is ignored."""
-        return self._stop.found is not None
-
-    @property
     def stop_string(self) -> str | None:
+        """The stop string that was found; later text is ignored."""
         return self._stop.found
 
     def feed(self, text: str) -> Delta:
@@ -94,7 +90,7 @@ class IncrementalParser(ABC):
 
     def _advance(self, text: str, *, is_end: bool) -> Delta:
         self._buffer += self._stop.cut(text, is_end=is_end)
-        while self._parse_state(self, is_end or self.is_stopped):
+        while self._parse_state(self, is_end or self.stop_string is not None):
             pass
         if is_end:
             self._end_content()
@@ -141,10 +137,10 @@ class StopStrings:
             return ""
         text = self._held + text
         self._held = ""
-        found = [(index, stop) for stop in self._stop if (index := text.find(stop)) >= 0]
-        if found:
-            index, self.found = min(found, key=lambda each: each[0])
-            return text[: index + len(self.found) * self._keeps_stop]
+        found = [(index + len(stop), index, stop) for stop in self._stop if (index := text.find(stop)) >= 0]
+        if found:  # the one that is complete first, which does not depend on how the text was cut into pieces
+            end, start, self.found = min(found)
+            return text[: end if self._keeps_stop else start]
         if not is_end:
             num_held = max((count_overlap(text, stop) for stop in self._stop), default=0)
             text, self._held = text[: len(text) - num_held], text[len(text) - num_held :]

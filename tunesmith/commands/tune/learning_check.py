@@ -144,10 +144,10 @@ def explain_no_update(metrics: Mapping[str, float], groups: Sequence[Group]) -> 
 
 def explain_no_token(metrics: Mapping[str, float]) -> str:
     """Why no token was sampled."""
-    if not metrics["rollout/num_turns"]:
-        return "no rollout called the model"
-    if metrics.get("rollout/num_stop_context"):
+    if metrics.get("rollout/num_overlong"):
         return (
             "no token was sampled because prompts fill the context: raise model.max_model_len or engine.kv_cache_tokens"
         )
+    if not metrics["rollout/num_turns"]:
+        return "no rollout called the model"
     return "no token was sampled: every model call ended before its first token"

@@ -56,6 +56,8 @@ class BaseEngine:
 
     def _check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         """Raise ValueError for a request that this engine cannot sample."""
+        if len(prompt_ids) >= self.max_model_len:
+            raise ValueError(f"a prompt of {len(prompt_ids)} tokens fills the context of {self.max_model_len}")
         check_sampling(prompt_ids, sampling, self._vocab_size)
         check_stops(sampling, vocab_size=self._vocab_size, has_tokenizer=self._tokenizer is not None)
 

@@ -94,10 +94,8 @@ class OutputProcessor:
             self._free_place(state)
 
     def record_schedule(self, scheduled: SchedulerOutput) -> None:
-        """Count a step's tokens, complete requests that can never fit, and free places in the waiting queue."""
+        """Count a step's tokens, and free places in the waiting queue."""
         self.counts["preemptions"] += scheduled.num_preemptions
-        for request in scheduled.unschedulable:
-            self.finish(self.states[request.request_id], "context")
         for chunk in scheduled.chunks:
             state = self.states[chunk.request.request_id]
             if chunk.stop - chunk.start > 1 or chunk.start < len(chunk.request.prompt_ids):

@@ -16,6 +16,7 @@ from tunesmith.grammar.matcher import TokenMatcher
 from tunesmith.types import (
     MAX_LOGIT_BIAS,
     MAX_REPETITION_PENALTY,
+    MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
     Completion,
     Sampling,
@@ -23,9 +24,6 @@ from tunesmith.types import (
     TokenDetails,
     TopLogprobs,
 )
-
-MAX_TOP_LOGPROBS = 20
-"""Most tokens that a request may have returned for each sampled one, as in the OpenAI API."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

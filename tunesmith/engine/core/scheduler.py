@@ -74,8 +74,6 @@ class SchedulerOutput:
     """The chunks that one step computes, and the budget that is left while they are chosen."""
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
-    unschedulable: list[Request] = field(default_factory=list)
-    """Requests that the whole cache cannot hold."""
     num_tokens_left: int = 0
     num_preemptions: int = 0
     may_preempt: bool = True
@@ -166,7 +164,7 @@ class Scheduler:
     def schedule(
         self, *, may_preempt: bool = True, get_forward: Callable[[ScheduledChunk], int] = lambda chunk: 0
     ) -> SchedulerOutput:
-        """Choose the next step's chunks; requests that can never fit are returned as unschedulable, to be removed.
+        """Choose the next step's chunks.
 
         Requests in flight are left out. With `may_preempt=False`, requests wait while blocks are short. `get_forward`:
         which of the step's forwards computes a chunk.
@@ -293,7 +291,7 @@ class Scheduler:
     def _grow(self, request: Request, num_tokens: int, step: SchedulerOutput) -> bool:
         """Hold blocks for `num_tokens`, preempting from the lowest priority up.
 
-        False if the request itself was preempted or cannot fit, or if blocks are short and none may be preempted.
+        False if the request itself was preempted, or if blocks are short and none may be preempted.
         """
         num_missing = -(-num_tokens // self.block_size) - len(request.blocks)
         if num_missing <= 0:
@@ -303,9 +301,7 @@ class Scheduler:
                 return False
             # `running` is sorted by priority: the last request gives way
             victim = self.running[-1]
-            if victim is request and len(self.running) == 1:
-                step.unschedulable.append(request)
-                return False
+            assert victim is not request or len(self.running) > 1, "the whole cache holds any one request"
             self._preempt(victim)
             step.num_preemptions += 1
             if victim is request:
@@ -325,9 +321,6 @@ class Scheduler:
             if not step.num_tokens_left or not self._free_slots:
                 break
             num_blocks = -(-len(request.token_ids) // self.block_size)
-            if num_blocks > self.pool.num_blocks:
-                step.unschedulable.append(request)
-                continue
             self._hash_blocks(request.token_ids, request.block_hashes)
             # even if all blocks are cached, the last token is computed: the next one is sampled from its hidden state
             block_hashes = request.block_hashes[: (len(request.token_ids) - 1) // self.block_size]

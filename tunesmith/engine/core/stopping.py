@@ -10,11 +10,9 @@ from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from tunesmith.chat.detokenize import REPLACEMENT
 from tunesmith.engine.core.request import Request
 from tunesmith.types import Sampling, StopReason
-
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""Decoders write it for bytes that do not form a whole character."""
 
 MAX_PARTIAL_TOKENS = 3
 """A character has at most four bytes, so at most three tokens are the start of one."""

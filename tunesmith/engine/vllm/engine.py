@@ -25,12 +25,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.config import EngineSection
 from tunesmith.engine.core.base_engine import BaseEngine
 from tunesmith.engine.core.output_processor import RequestState, StepOutput, deliver_output
-from tunesmith.engine.core.request import MAX_TOP_LOGPROBS
 from tunesmith.engine.vllm.process import Connection, VllmProcess
 from tunesmith.engine.vllm.support import build_parameters, check_parameters
 from tunesmith.engine.vllm.weights import GatherWeights, push_weights, save_config
 from tunesmith.errors import EngineError
-from tunesmith.types import Completion, OnTokens, Sampling, StopReason, TokenDetails
+from tunesmith.types import MAX_TOP_LOGPROBS, Completion, OnTokens, Sampling, StopReason, TokenDetails
 
 PAUSE_TIMEOUT_S = 120.0
 PUSH_TIMEOUT_S = 900.0
@@ -90,8 +89,6 @@ class VllmEngine(BaseEngine):
         self._check(prompt_ids, sampling)
         check_parameters(sampling, eos_ids=self.eos_ids)
         self._bind_loop()
-        if len(prompt_ids) >= self.max_model_len:
-            return Completion(sampled_ids=(), logprobs=(), policy_versions=(), stop_reason="context")
         async with self._places:
             return await self._run(self._build_state(prompt_ids, sampling, on_tokens=on_tokens, order=order))
 

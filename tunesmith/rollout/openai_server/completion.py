@@ -162,7 +162,7 @@ class PendingCompletion(ABC, Generic[Request]):
 def build_end(completion: Completion, message: Message, parser: IncrementalParser) -> dict[str, Any]:
     """Fields of the end of a choice."""
     reason = "length"
-    if completion.stop_reason in ("eos", "stop") or parser.is_stopped:
+    if completion.stop_reason in ("eos", "stop") or parser.stop_string is not None:
         reason = "tool_calls" if message.tool_calls else "stop"
     return {"finish_reason": reason} | ({} if parser.stop_string is None else {"stop_reason": parser.stop_string})
 
@@ -215,7 +215,6 @@ class PendingChatCompletion(PendingCompletion[ChatRequest]):
         )
 
     def record_reply(self, index: int, message: Message, stop_string: str | None) -> None:
-        """Store the reply of a choice for later calls; `stop_string` ended its text."""
         if self.request.has_callable_tools:
             self.renderer.watch_calls(message, self.request.tools)
         cut_stop = "" if self.request.keeps_stop else stop_string or ""

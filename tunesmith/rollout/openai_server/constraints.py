@@ -7,14 +7,13 @@ forced tool call is constrained to the names and schemas of the tools; with tool
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.chat.call_probe import PROBE_CALL_ID
-from tunesmith.chat.parsers.call_format import resolve_tool
+from tunesmith.chat.parsers.call_format import load_json, resolve_tool
 from tunesmith.chat.parsers.hermes import HERMES
 from tunesmith.chat.parsers.json_calls import MISTRAL
 from tunesmith.chat.parsers.xml_calls import convert_argument
@@ -59,7 +58,7 @@ def constrain_json(value: Any, name: str) -> Constraint:
     """A JSON schema, or its text."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = load_json(value)
         except ValueError as error:
             raise ValueError(f"{name} is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -155,7 +155,10 @@ class ChatEndpoint:
         end_ids = eos_ids.union(sampling.stop_token_ids) if distribution.min_tokens else ()
         texts = [text for word in request.bad_words for text in (word, f" {word}")]
         encode = partial(self.recorder.renderer.encode_prompt, adds_special_tokens=False)
-        words = tuple(dict.fromkeys(map(encode, texts)))
+        try:
+            words = tuple(dict.fromkeys(map(encode, texts)))
+        except ValueError as error:
+            raise RequestError(str(error), param="bad_words") from error
         distribution = replace(distribution, end_ids=tuple(sorted(end_ids)), bad_words=words, grammar=grammar)
         return replace(request, sampling=replace(sampling, distribution=distribution))
 
@@ -181,7 +184,7 @@ class ChatEndpoint:
     def _build_context_error(self, found: str, param: str) -> RequestError:
         message = (
             f"this model's maximum context length is {self.recorder.engine.max_model_len} tokens and {found}; shorten "
-            "the messages, or raise model.max_model_len"
+            "the messages, or raise model.max_model_len, or the KV cache if that is smaller"
         )
         return RequestError(message, param=param, code=CONTEXT_LENGTH_EXCEEDED)
 

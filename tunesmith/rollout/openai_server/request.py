@@ -38,6 +38,7 @@ from tunesmith.types import (
     MAX_COUNT,
     MAX_LOGIT_BIAS,
     MAX_REPETITION_PENALTY,
+    MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
     MIN_TEMPERATURE,
     Sampling,
@@ -45,7 +46,6 @@ from tunesmith.types import (
 
 MAX_CHOICES = 128
 MAX_BAD_WORDS = 1024
-MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_PENALTY = 2.0
 """Largest magnitude of a presence or frequency penalty, as in the OpenAI API."""
@@ -127,7 +127,7 @@ def read_logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...] | No
     """Pairs of token id and bias; None if there is none."""
     try:
         pairs = sorted((int(token_id), float(bias)) for token_id, bias in value.items())
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise RequestError(f"{name} must map token ids to numbers", param=name) from error
     if not all(token_id >= 0 and abs(bias) <= MAX_LOGIT_BIAS for token_id, bias in pairs):
         raise ValueError(f"{name} must map token ids to numbers in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]")
@@ -135,21 +135,21 @@ def read_logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...] | No
 
 
 def read_ids(value: Any, name: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(each) is int for each in value):
+    if not _is_ids(value):
         raise ValueError(f"{name} must be a list of token ids")
     return tuple(value)
 
 
 def read_prompts(value: Any, name: str) -> tuple[str | tuple[int, ...], ...]:
     """Text, token ids, or a list of either."""
-    prompts = value if isinstance(value, list) and not all(type(each) is int for each in value) else [value]
+    prompts = value if isinstance(value, list) and not _is_ids(value) else [value]
     for prompt in prompts:
-        if not prompt or not (isinstance(prompt, str) or _is_token_ids(prompt)):
-            raise ValueError("prompt must be text, token ids, or a list of either, none of them empty")
+        if not prompt or not (isinstance(prompt, str) or _is_ids(prompt)):
+            raise RequestError("prompt must be text, token ids, or a list of either, none of them empty", param=name)
     return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts)
 
 
-def _is_token_ids(value: Any) -> bool:
+def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(each) is int and 0 <= each < MAX_NUMBER for each in value)
 
 

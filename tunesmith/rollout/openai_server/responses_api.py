@@ -53,7 +53,7 @@ ChatMessages = list[dict[str, Any]]
 def translate_request(body: Any) -> dict[str, Any]:
     """The chat request of a Responses request; its `messages` hold the new input only."""
     fields = translate_fields(body, FIELDS)
-    if "messages" not in fields:
+    if not fields.get("messages"):
         raise RequestError("input must be text or a non-empty list of items", param="input")
     return fields | ({"stream_options": {"include_usage": True}} if fields.get("stream") else {})
 
@@ -62,8 +62,6 @@ def translate_input(raw: Any) -> list[dict[str, Any]]:
     """Chat messages of the input: text, or a list of items."""
     if isinstance(raw, str):
         return [{"role": "user", "content": raw}]
-    if raw is None or raw == []:
-        raise RequestError("input must be text or a non-empty list of items", param="input")
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(read_list(raw, "input")):
         _add_item(messages, item, f"input[{index}]")

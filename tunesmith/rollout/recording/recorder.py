@@ -112,7 +112,7 @@ class Session:
         self._num_tool_calls = 0
         self._open_turns: dict[ChoiceId, OpenTurn] = {}
         self._turns: dict[ChoiceId, Turn] = {}
-        self._replies: dict[tuple[int, str], RecordedReply] = {}
+        self._replies: dict[tuple[int, str], list[RecordedReply]] = {}
         """By digest of the conversation up to the reply, and scope."""
         self.conversations = ConversationCache()
         """Parses the messages of requests."""
@@ -173,10 +173,11 @@ class Session:
         """The recorded turn with the longest matching prefix of the conversation."""
         keys = conversation.keys
         for num_old, digest in reversed(conversation.reply_digests):
-            reply = self._replies.get((digest, scope))
-            if reply is not None and reply.keys == keys[:num_old]:
-                return EarlierTurn(turn=reply.turn, num_messages=num_old)
             message = conversation.messages[num_old - 1]
+            equal = [each for each in self._replies.get((digest, scope), ()) if each.keys == keys[:num_old]]
+            if equal:  # samples of one prompt may differ in nothing but their reasoning
+                reply = max(equal, key=lambda each: (each.count_equal(message), each.choice_id))
+                return EarlierTurn(turn=reply.turn, num_messages=num_old)
             extended = self._reply_texts.find_extended((keys[: num_old - 1], scope), message)
             if extended is not None:
                 return EarlierTurn(turn=extended[0].turn, num_messages=num_old, appended=extended[1])
@@ -314,13 +315,11 @@ class Session:
         )  # fmt: skip
         if not reply.tool_calls:
             self._reply_texts.add((call.keys, scope), recorded)
-        existing = self._replies.get((digest, scope))
-        if existing is None or existing.choice_id < choice_id:
-            self._replies[digest, scope] = recorded
+        self._replies.setdefault((digest, scope), []).append(recorded)
 
     def list_conversations(self) -> tuple[ObservedConversation, ...]:
-        replies = self._replies.items()
-        return tuple(ObservedConversation(reply.choice_id[0], scope, reply.keys) for (_, scope), reply in replies)
+        replies = [(each, scope) for (_, scope), equal in self._replies.items() for each in equal]
+        return tuple(ObservedConversation(each.choice_id[0], scope, each.keys) for each, scope in replies)
 
     def count_tokens(self) -> tuple[int, int]:
         """Prompt tokens and sampled tokens of the turns so far; a prompt counts in every call."""

@@ -42,6 +42,12 @@ class RecordedReply:
     has_prefix: bool
     """The reply began with tokens that were not sampled."""
 
+    def count_equal(self, sent: Message) -> int:
+        """How much of what match keys leave out a client sent back unchanged: ids of calls, and reasoning unless it is
+        dropped."""
+        sent_ids, own_ids = ([call.call_id for call in each.tool_calls] for each in (sent, self.message))
+        return (sent_ids == own_ids) + (sent.reasoning in (None, self.message.reasoning))
+
     @property
     def text(self) -> str | None:
         """Up to the end of the stop string; None if the reply has reasoning, which a request cannot continue."""
