@@ -186,13 +186,13 @@ def read_kl_args(draft: Draft, key: str, value: Any) -> None:
     given = read_mapping(value, key)
     unused = accept("the KL coefficient is constant, because adaptive is off")
     rules = dict.fromkeys(("target_kl", "horizon"), unused)
-    rules |= {"kl_coef": move("algorithm.kl_coef", float), "adaptive": accept()}
+    rules |= {"kl_coef": move("algorithm.kl_coef"), "adaptive": accept()}
     if given.get("adaptive"):
         if given.get("target_kl") is None:
             raise ConfigError(f"{key}.adaptive=True needs {key}.target_kl, the target KL in nats per token")
         rules |= {
-            "target_kl": move("algorithm.kl_adaptive.target", float),
-            "horizon": move("algorithm.kl_adaptive.horizon", int),
+            "target_kl": move("algorithm.kl_adaptive.target"),
+            "horizon": move("algorithm.kl_adaptive.horizon"),
         }
     walk(draft, rules, given, parent=f"{key}.")
 
@@ -218,7 +218,7 @@ def read_penalty_args(draft: Draft, key: str, value: Any) -> None:
         return
     constant, target = "the coefficient of the KL in the reward is constant", "algorithm.terms_args.reward_kl_coef"
     rules = dict.fromkeys(("target_kl", "horizon"), accept(constant))
-    rules |= {"kl_coef": move(target, float), "adaptive": allow(False, 0, reason=constant)}
+    rules |= {"kl_coef": move(target), "adaptive": allow(False, 0, reason=constant)}
     walk(draft, rules, read_mapping(value, key), parent=f"{key}.")
 
 
@@ -240,7 +240,7 @@ def read_correction(draft: Draft, key: str, value: Any) -> None:
         mask = {"level": given["rollout_rs"], "low": 1 / high if low is None else low, "high": high}
         draft.set("algorithm.correction.mask", mask, source=f"{key}.rollout_rs")
     unused = accept() if given.get("rollout_rs") is not None else accept("rollout_rs is not set")
-    cap = move("algorithm.correction.cap", float)
+    cap = move("algorithm.correction.cap")
     rules: dict[str, Rule] = {
         "rollout_is": move("algorithm.correction.importance"),
         "rollout_is_threshold": cap if given.get("rollout_is") is not None else accept("rollout_is is not set"),
@@ -297,7 +297,7 @@ def read_sample_strategy(draft: Draft, key: str, value: Any) -> None:
 
 def read_sample_strategy_args(draft: Draft, key: str, value: Any) -> None:
     """The share of expert demonstrations in a batch."""
-    rules = {"expert_data_ratio": move("algorithm.expert.ratio", float), "sft_dataset_name": accept()}
+    rules = {"expert_data_ratio": move("algorithm.expert.ratio"), "sft_dataset_name": accept()}
     given = read_mapping(value, key)
     if given and find_algorithm(draft) not in MIXTURES:
         raise ConfigError(f"{key} is not supported: a step trains the rollouts it sampled; see experience.replay")

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from tunesmith.arguments import suggest_name
 from tunesmith.errors import ConfigError
@@ -62,7 +65,7 @@ class Draft:
         """Set a dotted key of ours; raises if another key has set a different value, unless `is_finer` overrides it."""
         *parents, last = target.split(".")
         section = self.open_section(*parents)
-        if not is_finer and section.get(last, value) != value:
+        if not is_finer and last in section and section[last] != value:
             raise ConfigError(f"{source}={value!r}: another key of the file sets {target} to {section[last]!r}")
         section[last] = value
 
@@ -127,6 +130,34 @@ def walk(draft: Draft, rules: Mapping[str, Rule], values: Mapping[str, Any], *, 
 
 def list_names(rules: Collection[str], prefix: str) -> list[str]:
     return list(dict.fromkeys(key.removeprefix(prefix).split(".")[0] for key in rules if key.startswith(prefix)))
+
+
+def read_types(values: Mapping[str, Any], types: Mapping[str, type], problems: list[str]) -> dict[str, Any]:
+    """The values, those of `types` with their type; a value of another one is left out and is a problem."""
+    typed = deepcopy(dict(values))
+    for key, kind in types.items():
+        *parents, name = key.split(".")
+        section: Any = typed
+        for parent in parents:
+            section = section.get(parent) if isinstance(section, dict) else None
+        if isinstance(section, dict) and section.get(name) is not None:
+            try:
+                section[name] = read_type(section[name], key, kind)
+            except ConfigError as error:
+                problems.append(str(error))
+                del section[name]
+    return typed
+
+
+def read_type(value: Any, key: str, kind: type) -> Any:
+    """The value as a number or a name. Trinity-RFT reads numbers in quotes too, such as environment variables."""
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        raise ConfigError(f"{key} must be {TYPE_NAMES[kind]}, got {value!r}") from error
+
+
+TYPE_NAMES = {int: "a whole number", float: "a number", str: "a name"}
 
 
 def read_mapping(value: Any, key: str) -> Mapping[str, Any]:

@@ -97,7 +97,7 @@ def read_train_batch_size(draft: Draft, key: str, value: Any) -> None:
 def read_warmup_ratio(draft: Draft, key: str, value: Any) -> None:
     """Warm-up as a share of all steps, used if `lr_warmup_steps` is not set."""
     if value and draft.find("algorithm.optimizer.lr_warmup_steps", -1) < 0:
-        draft.set("trainer.warmup_ratio", float(value), source=key)
+        draft.set("trainer.warmup_ratio", value, source=key)
         draft.notes.append(f"{key}={value!r}: the number of warm-up steps is rounded up")
 
 
@@ -206,15 +206,15 @@ TRAINER_CONFIG: dict[str, Rule] = {
 ALGORITHM_RULES: dict[str, Rule] = {
     "algorithm_type": read_algorithm,
     "repeat_times": move("algorithm.group_size"),
-    "optimizer.lr": move("trainer.learning_rate", float),
+    "optimizer.lr": move("trainer.learning_rate"),
     "optimizer.lr_warmup_steps": move("trainer.warmup_steps", lambda steps: max(steps, 0)),
     "optimizer.lr_warmup_steps_ratio": read_warmup_ratio,
-    "optimizer.min_lr_ratio": move("trainer.min_lr_ratio", float),
+    "optimizer.min_lr_ratio": move("trainer.min_lr_ratio"),
     "optimizer.lr_scheduler_type": move("trainer.schedule"),
     "optimizer.optimizer_type": allow("adam", "adamw", reason="the optimizer is AdamW"),
     "optimizer.betas": move("trainer.betas"),
-    "optimizer.weight_decay": move("trainer.weight_decay", float),
-    "optimizer.clip_grad": move("trainer.max_grad_norm", float),
+    "optimizer.weight_decay": move("trainer.weight_decay"),
+    "optimizer.clip_grad": move("trainer.max_grad_norm"),
     "policy_loss_fn": read_algorithm,
     "policy_loss_fn_args": read_loss_args,
     "advantage_fn": read_algorithm,
@@ -224,7 +224,7 @@ ALGORITHM_RULES: dict[str, Rule] = {
     "kl_penalty_fn": read_penalty_name,
     "kl_penalty_fn_args": read_penalty_args,
     "entropy_loss_fn": read_entropy_name,
-    "entropy_loss_fn_args.entropy_coef": move("algorithm.entropy_coef", float),
+    "entropy_loss_fn_args.entropy_coef": move("algorithm.entropy_coef"),
     "loss_agg_mode": move("algorithm.loss_aggregation"),
     "sample_strategy": read_sample_strategy,
     "sample_strategy_args": read_sample_strategy_args,
@@ -239,8 +239,8 @@ MODEL_RULES: dict[str, Rule] = {
     "max_model_len": move("model.max_model_len"),
     "max_response_tokens": move("model.max_tokens"),
     "min_response_tokens": allow(0, 1, reason="a minimum length of answers is not implemented"),
-    "temperature": move("model.temperature", float),
-    "top_p": move("model.top_p", float),
+    "temperature": move("model.temperature"),
+    "top_p": move("model.top_p"),
     "top_k": move("model.top_k", lambda top_k: max(top_k, 0)),
     "repetition_penalty": allow(1, 1.0, reason="the trainer cannot reproduce this distribution; see model.min_p"),
     "enable_thinking": move("model.enable_thinking"),
@@ -286,7 +286,7 @@ EXPLORER_WITHOUT_EFFECT = (
 )  # fmt: skip
 EXPLORER_RULES: dict[str, Rule] = {
     **dict.fromkeys(EXPLORER_WITHOUT_EFFECT, accept()),
-    "max_timeout": move("rollout.timeout_s", float),
+    "max_timeout": move("rollout.timeout_s"),
     "max_retry_times": accept("a failed rollout is left out of its group and counted, not retried", silent=(0,)),
     "eval_interval": move("evaluation.interval_steps"),
     "eval_on_startup": move("evaluation.at_start"),
@@ -351,7 +351,7 @@ TRAINER_RULES: dict[str, Rule] = {
     "max_checkpoints_to_keep": move("keep_checkpoints", lambda number: number or None),
     "trainer_type": allow("verl", reason="training is local; nearest is model.device"),
     "trainer_strategy": accept(ONE_DEVICE),
-    "grad_clip": move("trainer.max_grad_norm", float),
+    "grad_clip": move("trainer.max_grad_norm"),
     "max_token_len_per_gpu": move("trainer.max_tokens_per_row"),
     "ulysses_sequence_parallel_size": accept(f"it divides long rows over GPUs, and {SHARDING}", silent=(1,)),
     "critic_warmup": move_for_critic("algorithm.critic.warmup_steps"),
@@ -373,3 +373,41 @@ SECTIONS: dict[str, dict[str, Rule]] = {
 RULES: dict[str, Rule] = RUN_RULES | {
     f"{section}.{key}": rule for section, rules in SECTIONS.items() for key, rule in rules.items()
 }
+TYPES: dict[str, type] = (
+    dict.fromkeys(
+        (
+            "cluster.node_num", "cluster.gpu_per_node", "algorithm.repeat_times", "algorithm.optimizer.lr_warmup_steps",
+            "algorithm.kl_loss_fn_args.horizon", "model.max_model_len", "model.max_prompt_tokens",
+            "model.max_response_tokens", "model.min_response_tokens", "model.top_k", "buffer.batch_size",
+            "buffer.train_batch_size", "buffer.total_epochs", "buffer.total_steps", "explorer.runner_per_model",
+            "explorer.max_retry_times", "explorer.eval_interval", "explorer.rollout_model.engine_num",
+            "explorer.rollout_model.tensor_parallel_size", "explorer.rollout_model.data_parallel_size",
+            "explorer.rollout_model.pipeline_parallel_size", "explorer.rollout_model.seed",
+            "explorer.rollout_model.max_model_len", "synchronizer.sync_interval", "synchronizer.sync_offset",
+            "trainer.total_steps", "trainer.save_interval", "trainer.max_checkpoints_to_keep", "trainer.critic_warmup",
+            "trainer.max_token_len_per_gpu", "trainer.ulysses_sequence_parallel_size",
+        ),
+        int,
+    )
+    | dict.fromkeys(
+        (
+            "algorithm.optimizer.lr", "algorithm.optimizer.lr_warmup_steps_ratio", "algorithm.optimizer.min_lr_ratio",
+            "algorithm.optimizer.weight_decay", "algorithm.optimizer.clip_grad", "algorithm.kl_loss_fn_args.kl_coef",
+            "algorithm.kl_loss_fn_args.target_kl", "algorithm.kl_penalty_fn_args.kl_coef",
+            "algorithm.entropy_loss_fn_args.entropy_coef", "algorithm.sample_strategy_args.expert_data_ratio",
+            "algorithm.rollout_correction.rollout_is_threshold", "algorithm.rollout_correction.rollout_rs_threshold",
+            "algorithm.rollout_correction.rollout_rs_threshold_lower", "model.temperature", "model.top_p",
+            "model.repetition_penalty", "explorer.max_timeout", "explorer.over_rollout.ratio", "trainer.grad_clip",
+        ),
+        float,
+    )
+    | dict.fromkeys(
+        (
+            "algorithm.algorithm_type", "algorithm.advantage_fn", "algorithm.policy_loss_fn", "algorithm.kl_loss_fn",
+            "algorithm.kl_penalty_fn", "algorithm.loss_agg_mode", "algorithm.policy_loss_fn_args.loss_agg_mode",
+            "algorithm.policy_loss_fn_args.grpo_loss_agg_mode", "algorithm.policy_loss_fn_args.sft_loss_agg_mode",
+        ),
+        str,
+    )
+)  # fmt: skip
+"""Keys of numbers and names, which rules compare or compute with."""

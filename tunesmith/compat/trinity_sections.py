@@ -19,6 +19,7 @@ from tunesmith.compat.trinity_draft import (
     read_list,
     read_mapping,
     read_mappings,
+    read_type,
     walk,
 )
 from tunesmith.config import AlgorithmSection, ModelSection, ReplaySection
@@ -138,10 +139,10 @@ def resolve_functions(draft: Draft) -> None:
     """Set workflow and judge for types that are built in, and note all of them."""
     parent = "buffer.explorer_input"
     explorer = draft.find_mapping(parent)
-    sets = [explorer.get("taskset"), *(explorer.get("tasksets") or []), *(explorer.get("eval_tasksets") or [])]
-    found = {find_types(draft, each): None for each in sets if isinstance(each, Mapping)} or {
-        find_types(draft, {}): None
-    }
+    sets = [read_mapping(explorer.get("taskset"), f"{parent}.taskset")] if explorer.get("taskset") else []
+    for name in ("tasksets", "eval_tasksets"):
+        sets += read_mappings(explorer.get(name), f"{parent}.{name}")
+    found = {find_types(draft, each): None for each in sets or [{}]}
     types = next(iter(found))
     if len(found) > 1:
         others = ", ".join(repr(name) for other in list(found)[1:] for name in other if name)
@@ -229,7 +230,7 @@ def list_sampling(key: str, value: Any) -> dict[str, Any]:
         raise ConfigError(
             f"{key}.{name} is not supported: a request samples one answer, with {', '.join(SAMPLING_KEYS)}"
         )
-    return given if "top_k" not in given else given | {"top_k": max(given["top_k"], 0)}
+    return given if "top_k" not in given else given | {"top_k": max(read_type(given["top_k"], f"{key}.top_k", int), 0)}
 
 
 def read_operators(draft: Draft, key: str, value: Any) -> None:
@@ -240,7 +241,7 @@ def read_operators(draft: Draft, key: str, value: Any) -> None:
         unknown = [name for name in given if name not in ("name", "args")]
         if unknown or "name" not in given:
             raise ConfigError(f"{key}[{number}] must have a name and may have args, got {dict(given)}")
-        args = dict(given.get("args") or {})
+        args = dict(read_mapping(given.get("args"), f"{key}[{number}].args"))
         if given["name"] == "data_juicer":
             draft.notes.append(f"{key}[{number}].name='data_juicer' runs in {DATA_JUICER}")
             if "prompt_key" in taskset_format:

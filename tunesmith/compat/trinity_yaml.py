@@ -18,8 +18,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tunesmith.compat.trinity_algorithms import resolve_differences
-from tunesmith.compat.trinity_draft import Draft, Rule, accept, allow, move, walk
-from tunesmith.compat.trinity_rules import RULES
+from tunesmith.compat.trinity_draft import Draft, Rule, accept, allow, move, read_types, walk
+from tunesmith.compat.trinity_rules import RULES, TYPES
 from tunesmith.compat.trinity_sections import (
     CLUSTER_KEYS,
     resolve_cluster,
@@ -161,7 +161,9 @@ def translate_trinity_file(
     values: Mapping[str, Any], *, lines: Mapping[str, int] | None = None, problems: Sequence[str] = ()
 ) -> Translation:
     """Translate a file; ConfigError has all of its problems, with their lines if `lines` has those of the keys."""
-    draft = Draft(values, problems=list(problems))
+    problems = list(problems)
+    values = read_types(values, TYPES, problems)
+    draft = Draft(values, problems=problems)
     command = find_command(values)
     rules = {key: rule for key, rule in RULES.items() if command is None or not is_part(key, BUFFER)}
     if command is not None:
