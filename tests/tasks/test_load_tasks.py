@@ -70,9 +70,12 @@ def test_without_a_split_name_the_data_set_must_have_one_split(folder):
         load_tasks(DatasetSection(path=str(folder), split=None), name="t")
 
 
-def test_wrong_path(tmp_path):
-    with pytest.raises(DataError, match="does not exist"):
-        load_tasks(DatasetSection(path=str(tmp_path / "nothing")), name="t")
+def test_wrong_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"question": "of the working folder"}\n')
+    for path in (str(tmp_path / "nothing"), ""):
+        with pytest.raises(DataError, match="does not exist"):
+            load_tasks(DatasetSection(path=path), name="t")
 
 
 def test_empty_file(tmp_path):
