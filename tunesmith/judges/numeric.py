@@ -238,7 +238,7 @@ def write_plainly(text: str) -> str:
 
 
 def join_thousands(text: str) -> str:
-    """The text with its numbers such as `12 000` in one piece; only where an answer is stated: prose has `in 20 100`."""
+    """The text with numbers such as `12 000` in one piece; for stated answers only, since prose has `in 20 100`."""
     return SPACED_THOUSANDS.sub(lambda found: "".join(found[0].split()), text)
 
 
