@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +19,14 @@ from tunesmith.errors import DataError, MissingDataError
 from tunesmith.hub import describe_hub_failure, offline_if_unreachable
 from tunesmith.tasks.data_path import FORMATS, SINGLE_SPLIT, is_saved
 
+NULL_ROW = re.compile(rb"\s*\[?\s*null\b")
+
 
 def iter_library_rows(path: str, *, name: str | None, split: str | None, is_streamed: bool) -> Iterator[dict[str, Any]]:
     """The rows of a split; `is_streamed`: none is read before it is needed."""
     source = Path(path).expanduser()
     try:
+        _check_first_rows(source)
         if is_saved(source):
             yield from _open_saved(source, name=name, split=split)
             return
@@ -40,6 +44,15 @@ def iter_library_rows(path: str, *, name: str | None, split: str | None, is_stre
         raise DataError(f"the data set {path!r} has a file without rows") from error
     except (OSError, ValueError, TypeError, KeyError, DatasetsError) as error:
         raise _explain(path, split, error) from error
+
+
+def _check_first_rows(source: Path) -> None:
+    """Refuse JSON files whose first row is null: reading them, `datasets` ends the process with a memory error."""
+    for file in [source] if source.is_file() else source.rglob("*.json*"):
+        if file.is_file():
+            with file.open("rb") as rows:
+                if NULL_ROW.match(rows.read(1000)):
+                    raise DataError(f"the first row of {str(file)!r} is null; it must be a JSON object")
 
 
 @contextmanager
