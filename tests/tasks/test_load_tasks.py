@@ -71,7 +71,7 @@ def test_without_a_split_name_the_data_set_must_have_one_split(folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("rows.jsonl", "\\nnull\\n"), ("rows.json", "[null, {}]"), ("d/a.json", "null")]
+    ("name", "text"), [("rows.jsonl", "\nnull\n"), ("rows.json", "[null, {}]"), ("d/a.json", "null")]
 )
 def test_a_first_row_of_null_is_refused_before_it_ends_the_process(tmp_path, name, text):
     file = tmp_path / name
