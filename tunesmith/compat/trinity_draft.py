@@ -132,21 +132,16 @@ def list_names(rules: Collection[str], prefix: str) -> list[str]:
     return list(dict.fromkeys(key.removeprefix(prefix).split(".")[0] for key in rules if key.startswith(prefix)))
 
 
-def read_types(values: Mapping[str, Any], types: Mapping[str, type], problems: list[str]) -> dict[str, Any]:
-    """The values, those of `types` with their type; a value of another one is left out and is a problem."""
-    typed = deepcopy(dict(values))
+def read_types(draft: Draft, types: Mapping[str, type]) -> None:
+    """Give the file's values at these keys their type; one of another type is left out and is a problem."""
+    draft.source = deepcopy(draft.source)
     for key, kind in types.items():
-        *parents, name = key.split(".")
-        section: Any = typed
-        for parent in parents:
-            section = section.get(parent) if isinstance(section, dict) else None
+        parent, _, name = key.rpartition(".")
+        section = draft.find(parent)
         if isinstance(section, dict) and section.get(name) is not None:
-            try:
-                section[name] = read_type(section[name], key, kind)
-            except ConfigError as error:
-                problems.append(str(error))
-                del section[name]
-    return typed
+            value, section[name] = section[name], None
+            with draft.collecting_problems():
+                section[name] = read_type(value, key, kind)
 
 
 def read_type(value: Any, key: str, kind: type) -> Any:

@@ -373,41 +373,18 @@ SECTIONS: dict[str, dict[str, Rule]] = {
 RULES: dict[str, Rule] = RUN_RULES | {
     f"{section}.{key}": rule for section, rules in SECTIONS.items() for key, rule in rules.items()
 }
-TYPES: dict[str, type] = (
-    dict.fromkeys(
-        (
-            "cluster.node_num", "cluster.gpu_per_node", "algorithm.repeat_times", "algorithm.optimizer.lr_warmup_steps",
-            "algorithm.kl_loss_fn_args.horizon", "model.max_model_len", "model.max_prompt_tokens",
-            "model.max_response_tokens", "model.min_response_tokens", "model.top_k", "buffer.batch_size",
-            "buffer.train_batch_size", "buffer.total_epochs", "buffer.total_steps", "explorer.runner_per_model",
-            "explorer.max_retry_times", "explorer.eval_interval", "explorer.rollout_model.engine_num",
-            "explorer.rollout_model.tensor_parallel_size", "explorer.rollout_model.data_parallel_size",
-            "explorer.rollout_model.pipeline_parallel_size", "explorer.rollout_model.seed",
-            "explorer.rollout_model.max_model_len", "synchronizer.sync_interval", "synchronizer.sync_offset",
-            "trainer.total_steps", "trainer.save_interval", "trainer.max_checkpoints_to_keep", "trainer.critic_warmup",
-            "trainer.max_token_len_per_gpu", "trainer.ulysses_sequence_parallel_size",
-        ),
-        int,
-    )
-    | dict.fromkeys(
-        (
-            "algorithm.optimizer.lr", "algorithm.optimizer.lr_warmup_steps_ratio", "algorithm.optimizer.min_lr_ratio",
-            "algorithm.optimizer.weight_decay", "algorithm.optimizer.clip_grad", "algorithm.kl_loss_fn_args.kl_coef",
-            "algorithm.kl_loss_fn_args.target_kl", "algorithm.kl_penalty_fn_args.kl_coef",
-            "algorithm.entropy_loss_fn_args.entropy_coef", "algorithm.sample_strategy_args.expert_data_ratio",
-            "algorithm.rollout_correction.rollout_is_threshold", "algorithm.rollout_correction.rollout_rs_threshold",
-            "algorithm.rollout_correction.rollout_rs_threshold_lower", "model.temperature", "model.top_p",
-            "model.repetition_penalty", "explorer.max_timeout", "explorer.over_rollout.ratio", "trainer.grad_clip",
-        ),
-        float,
-    )
-    | dict.fromkeys(
-        (
-            "algorithm.algorithm_type", "algorithm.advantage_fn", "algorithm.policy_loss_fn", "algorithm.kl_loss_fn",
-            "algorithm.kl_penalty_fn", "algorithm.loss_agg_mode", "algorithm.policy_loss_fn_args.loss_agg_mode",
-            "algorithm.policy_loss_fn_args.grpo_loss_agg_mode", "algorithm.policy_loss_fn_args.sft_loss_agg_mode",
-        ),
-        str,
-    )
-)  # fmt: skip
-"""Keys of numbers and names, which rules compare or compute with."""
+TYPES: dict[str, type] = {
+    **dict.fromkeys(("cluster.node_num", "cluster.gpu_per_node", "explorer.runner_per_model"), int),
+    **dict.fromkeys(("explorer.rollout_model.engine_num", "explorer.rollout_model.tensor_parallel_size"), int),
+    **dict.fromkeys(("model.max_model_len", "model.max_prompt_tokens", "model.max_response_tokens"), int),
+    **dict.fromkeys(("buffer.batch_size", "buffer.train_batch_size", "algorithm.repeat_times", "model.top_k"), int),
+    **dict.fromkeys(("trainer.save_interval", "trainer.max_checkpoints_to_keep"), int),
+    "algorithm.optimizer.lr_warmup_steps": int,
+    "algorithm.optimizer.lr_warmup_steps_ratio": float,
+    "algorithm.kl_loss_fn_args.kl_coef": float,
+    "algorithm.rollout_correction.rollout_rs_threshold": float,
+    **{f"algorithm.{name}": str for name in ("algorithm_type", "advantage_fn", "policy_loss_fn", "kl_loss_fn")},
+    **{f"algorithm.policy_loss_fn_args.{part}loss_agg_mode": str for part in ("", "grpo_", "sft_")},
+    "algorithm.loss_agg_mode": str,
+}
+"""Numbers and names that rules compare or compute with; the config checks all others."""

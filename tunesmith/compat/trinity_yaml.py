@@ -161,14 +161,13 @@ def translate_trinity_file(
     values: Mapping[str, Any], *, lines: Mapping[str, int] | None = None, problems: Sequence[str] = ()
 ) -> Translation:
     """Translate a file; ConfigError has all of its problems, with their lines if `lines` has those of the keys."""
-    problems = list(problems)
-    values = read_types(values, TYPES, problems)
-    draft = Draft(values, problems=problems)
-    command = find_command(values)
+    draft = Draft(values, problems=list(problems))
+    read_types(draft, TYPES)
+    command = find_command(draft.source)
     rules = {key: rule for key, rule in RULES.items() if command is None or not is_part(key, BUFFER)}
     if command is not None:
         rules |= {"mode": accept()} | {f"{BUFFER}.{name}": rule for name, rule in build_buffer_rules().items()}
-    walk(draft, rules, values, parent="")
+    walk(draft, rules, draft.source, parent="")
     resolvers = [resolve_lengths, resolve_task_pipeline]
     if command is None:
         resolvers += [resolve_cluster, resolve_functions, resolve_differences]

@@ -74,23 +74,11 @@ def _open_saved(source: Path, *, name: str | None, split: str | None) -> Any:
 
     They are memory-mapped, so a preview reads only what it shows.
     """
-    if name is not None:
-        raise DataError(f"name {name!r} has no effect: the folder {str(source)!r} has no configurations; remove name")
     loaded = load_from_disk(str(source))
-    if isinstance(loaded, Dataset):
-        return _check_saved_split(loaded, split, source)
-    return _choose_split(loaded, split, path=str(source), is_file=False)
-
-
-def _check_saved_split(saved: Dataset, split: str | None, source: Path) -> Dataset:
-    """The saved data set; DataError if `split` is neither `train`, the folder's name nor the saved split's name."""
-    known = {None, SINGLE_SPLIT, source.name, None if saved.split is None else str(saved.split)}
-    if split not in known:
-        raise DataError(
-            f"split {split!r}: the folder {str(source)!r} is one split; set split to {SINGLE_SPLIT!r}, or give another "
-            "folder"
-        )
-    return saved
+    is_single = isinstance(loaded, Dataset)
+    splits = (source.name, str(loaded.split or source.name)) if is_single else None
+    _refuse_parts("folder", source, name=name, split=split, splits=splits)
+    return loaded if is_single else _choose_split(loaded, split, path=str(source), is_file=False)
 
 
 def _describe_file(source: Path, *, name: str | None, split: str | None) -> dict[str, Any]:
@@ -99,13 +87,21 @@ def _describe_file(source: Path, *, name: str | None, split: str | None) -> dict
         raise DataError(f"{str(source)!r} is not a data set file; allowed endings: {', '.join(FORMATS)}")
     if source.stat().st_size == 0:
         raise DataError(f"the data set {str(source)!r} has no rows")
-    if split not in {None, SINGLE_SPLIT, source.stem}:
-        raise DataError(
-            f"split {split!r}: the file {str(source)!r} is one split; set split to {SINGLE_SPLIT!r}, or give its folder"
-        )
-    if name is not None:
-        raise DataError(f"name {name!r} has no effect: the file {str(source)!r} has no configurations; remove name")
+    _refuse_parts("file", source, name=name, split=split, splits=(source.stem,))
     return {"path": FORMATS[source.suffix], "data_files": {SINGLE_SPLIT: str(source)}}
+
+
+def _refuse_parts(
+    kind: str, source: Path, *, name: str | None, split: str | None, splits: tuple[str, ...] | None
+) -> None:
+    """Refuse a configuration, and of a single split any name but `train` and `splits`."""
+    if name is not None:
+        raise DataError(f"name {name!r} has no effect: the {kind} {str(source)!r} has no configurations; remove name")
+    if splits is not None and split not in (None, SINGLE_SPLIT, *splits):
+        raise DataError(
+            f"split {split!r}: the {kind} {str(source)!r} is one split; set split to {SINGLE_SPLIT!r}, or give "
+            f"{'its' if kind == 'file' else 'another'} folder"
+        )
 
 
 def _choose_split(loaded: DatasetDict | IterableDatasetDict, split: str | None, *, path: str, is_file: bool) -> Any:
