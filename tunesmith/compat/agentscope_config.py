@@ -96,11 +96,6 @@ class DatasetConfig(StrictModel):
             return TaskSelectorConfig(selector_type=value)
         return TaskSelectorConfig.model_validate(value) if isinstance(value, Mapping) else value
 
-    @property
-    def own_selector(self) -> Any:
-        """The selector that was passed as an object, class or function, or None."""
-        return None if isinstance(self.task_selector, TaskSelectorConfig) else self.task_selector
-
     def preview(self, n: int = 5) -> list[dict[str, Any]]:
         """Print and return the first n rows; raises `DataError` if the path or split does not exist."""
         rows = load_rows(self.path, name=self.name, split=self.split, num_rows=n)
@@ -238,7 +233,8 @@ def collect_own_selectors(datasets: DatasetConfig | Mapping[str, DatasetConfig] 
     if datasets is None:
         return {}
     named = {"train": datasets} if isinstance(datasets, DatasetConfig) else datasets
-    return {name: each.own_selector for name, each in named.items() if each.own_selector is not None}
+    given = {name: each.task_selector for name, each in named.items()}
+    return {name: each for name, each in given.items() if not isinstance(each, TaskSelectorConfig | None)}
 
 
 def translate_held_out_sets(datasets: DatasetConfig | Mapping[str, DatasetConfig]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,14 +41,14 @@ class Draft:
             if str(error) not in self.problems:
                 self.problems.append(str(error))
 
-    def find(self, key: str, default: Any = None) -> Any:
-        """The file's value at a dotted key."""
+    def find(self, key: str, default: Any = None, *, kind: type | None = None) -> Any:
+        """The file's value at a dotted key; with `kind`, ConfigError for one of another type."""
         found: Any = self.source
         for part in key.split("."):
             if not isinstance(found, Mapping) or found.get(part) is None:
                 return default
             found = found[part]
-        return found
+        return found if kind is None else read_type(found, key, kind)
 
     def find_mapping(self, key: str) -> Mapping[str, Any]:
         return read_mapping(self.find(key), key)
@@ -130,18 +129,6 @@ def walk(draft: Draft, rules: Mapping[str, Rule], values: Mapping[str, Any], *, 
 
 def list_names(rules: Collection[str], prefix: str) -> list[str]:
     return list(dict.fromkeys(key.removeprefix(prefix).split(".")[0] for key in rules if key.startswith(prefix)))
-
-
-def read_types(draft: Draft, types: Mapping[str, type]) -> None:
-    """Give the file's values at these keys their type; one of another type is left out and is a problem."""
-    draft.source = deepcopy(draft.source)
-    for key, kind in types.items():
-        parent, _, name = key.rpartition(".")
-        section = draft.find(parent)
-        if isinstance(section, dict) and section.get(name) is not None:
-            value, section[name] = section[name], None
-            with draft.collecting_problems():
-                section[name] = read_type(value, key, kind)
 
 
 def read_type(value: Any, key: str, kind: type) -> Any:

@@ -78,8 +78,9 @@ def read_prefix_caching(draft: Draft, key: str, value: Any) -> None:
 def read_train_batch_size(draft: Draft, key: str, value: Any) -> None:
     """Trinity-RFT sets the number of experiences per update; here a step is split into `num_minibatches` updates."""
     defaults = AlgorithmSection()
-    batch_size = draft.find("buffer.batch_size", defaults.batch_size)
-    num_runs = batch_size * draft.find("algorithm.repeat_times", defaults.group_size)
+    batch_size = draft.find("buffer.batch_size", defaults.batch_size, kind=int)
+    num_runs = batch_size * draft.find("algorithm.repeat_times", defaults.group_size, kind=int)
+    value = draft.find(key, 0, kind=int)
     if not value or value >= num_runs:
         if value and value > num_runs:
             draft.notes.append(
@@ -96,9 +97,14 @@ def read_train_batch_size(draft: Draft, key: str, value: Any) -> None:
 
 def read_warmup_ratio(draft: Draft, key: str, value: Any) -> None:
     """Warm-up as a share of all steps, used if `lr_warmup_steps` is not set."""
-    if value and draft.find("algorithm.optimizer.lr_warmup_steps", -1) < 0:
+    if draft.find(key, 0, kind=float) and draft.find("algorithm.optimizer.lr_warmup_steps", -1, kind=int) < 0:
         draft.set("trainer.warmup_ratio", value, source=key)
         draft.notes.append(f"{key}={value!r}: the number of warm-up steps is rounded up")
+
+
+def move_count(target: str) -> Rule:
+    """Set our key to the number, or to 0 for a negative one, by which Trinity-RFT turns it off."""
+    return lambda draft, key, value: draft.set(target, max(draft.find(key, 0, kind=int), 0), source=key)
 
 
 def read_auto_tool_choice(draft: Draft, key: str, value: Any) -> None:
@@ -160,8 +166,6 @@ PROXY = (
     "it is for Trinity-RFT's serve mode; nearest is `tunesmith serve` with serve.mode=online, which listens on "
     "serve.host and serve.port and keeps conversations in memory"
 )
-NO_TIMELINE = "`ray timeline` writes one of a run with cluster.launcher=ray"
-NO_SERVICE = "Data-Juicer runs in a process of the run, without a service"
 MEMORY_OPTIONS = frozenset(
     {
         "megatron", "checkpoint", "fsdp_config", "strategy", "hybrid_engine", "use_remove_padding", "balance_batch",
@@ -189,12 +193,12 @@ RUN_RULES: dict[str, Rule] = {
     **dict.fromkeys(CLUSTER_KEYS, accept()),  # read by resolve_cluster
     "ignore_validator_suggestions": accept(),
     "stages": allow_neutral("a file is one run; write one file per stage, each with the last checkpoint as model_path"),
-    "service": accept(NO_SERVICE),
+    "service": accept("Data-Juicer runs in a process of the run, without a service"),
     "log": accept("the log is written to the console"),
     "monitor.monitor_type": move("monitor.trackers", lambda tracker: [tracker]),
     "monitor.monitor_args": allow_neutral("trackers have no arguments; use their environment variables"),
     "monitor.detailed_stats": accept(),
-    "monitor.enable_ray_timeline": allow_neutral(NO_TIMELINE),
+    "monitor.enable_ray_timeline": allow_neutral("`ray timeline` writes one of a run with cluster.launcher=ray"),
 }
 TRAINER_CONFIG: dict[str, Rule] = {
     "actor_rollout_ref.model.enable_gradient_checkpointing": move("trainer.has_gradient_checkpointing"),
@@ -207,7 +211,7 @@ ALGORITHM_RULES: dict[str, Rule] = {
     "algorithm_type": read_algorithm,
     "repeat_times": move("algorithm.group_size"),
     "optimizer.lr": move("trainer.learning_rate"),
-    "optimizer.lr_warmup_steps": move("trainer.warmup_steps", lambda steps: max(steps, 0)),
+    "optimizer.lr_warmup_steps": move_count("trainer.warmup_steps"),
     "optimizer.lr_warmup_steps_ratio": read_warmup_ratio,
     "optimizer.min_lr_ratio": move("trainer.min_lr_ratio"),
     "optimizer.lr_scheduler_type": move("trainer.schedule"),
@@ -241,7 +245,7 @@ MODEL_RULES: dict[str, Rule] = {
     "min_response_tokens": allow(0, 1, reason="a minimum length of answers is not implemented"),
     "temperature": move("model.temperature"),
     "top_p": move("model.top_p"),
-    "top_k": move("model.top_k", lambda top_k: max(top_k, 0)),
+    "top_k": move_count("model.top_k"),
     "repetition_penalty": allow(1, 1.0, reason="the trainer cannot reproduce this distribution; see model.min_p"),
     "enable_thinking": move("model.enable_thinking"),
     "custom_chat_template": allow_neutral("save the template to a file and set chat_template_path"),
@@ -373,18 +377,3 @@ SECTIONS: dict[str, dict[str, Rule]] = {
 RULES: dict[str, Rule] = RUN_RULES | {
     f"{section}.{key}": rule for section, rules in SECTIONS.items() for key, rule in rules.items()
 }
-TYPES: dict[str, type] = {
-    **dict.fromkeys(("cluster.node_num", "cluster.gpu_per_node", "explorer.runner_per_model"), int),
-    **dict.fromkeys(("explorer.rollout_model.engine_num", "explorer.rollout_model.tensor_parallel_size"), int),
-    **dict.fromkeys(("model.max_model_len", "model.max_prompt_tokens", "model.max_response_tokens"), int),
-    **dict.fromkeys(("buffer.batch_size", "buffer.train_batch_size", "algorithm.repeat_times", "model.top_k"), int),
-    **dict.fromkeys(("trainer.save_interval", "trainer.max_checkpoints_to_keep"), int),
-    "algorithm.optimizer.lr_warmup_steps": int,
-    "algorithm.optimizer.lr_warmup_steps_ratio": float,
-    "algorithm.kl_loss_fn_args.kl_coef": float,
-    "algorithm.rollout_correction.rollout_rs_threshold": float,
-    **{f"algorithm.{name}": str for name in ("algorithm_type", "advantage_fn", "policy_loss_fn", "kl_loss_fn")},
-    **{f"algorithm.policy_loss_fn_args.{part}loss_agg_mode": str for part in ("", "grpo_", "sft_")},
-    "algorithm.loss_agg_mode": str,
-}
-"""Numbers and names that rules compare or compute with; the config checks all others."""

@@ -316,7 +316,7 @@ def read_replay(draft: Draft, key: str, value: Any) -> None:
         rules["priority_fn"] = allow(*names, reason=f"use {' or '.join(names)}")
         targets = {"decay": "decay", "use_count_limit": "max_uses", "sigma": "sigma"}
         rules |= {f"priority_fn_args.{name}": move(f"experience.replay.{each}") for name, each in targets.items()}
-        num_groups = draft.find("buffer.batch_size", AlgorithmSection().batch_size)
+        num_groups = draft.find("buffer.batch_size", AlgorithmSection().batch_size, kind=int)
         draft.set("experience.replay.num_groups", num_groups, source=key)
         draft.set("experience.replay.capacity", max(ReplaySection().capacity, num_groups), source=key)
     elif given.get("enable"):
@@ -376,10 +376,11 @@ RUNNERS = "explorer.runner_per_model"
 def resolve_cluster(draft: Draft) -> None:
     """Set the `cluster` section from the hosts, their GPUs, the engines and the settings of Ray, and the number of
     workflows that run at once on a rank: the runners of all engines over the ranks that sample."""
-    num_hosts, num_engines = max(draft.find("cluster.node_num", 1), 1), draft.find(ENGINES, 1)
-    is_split = draft.find(TENSOR_PARALLEL_SIZE, 1) > 1
+    num_hosts = max(draft.find("cluster.node_num", 1, kind=int), 1)
+    num_engines = draft.find(ENGINES, 1, kind=int)
+    is_split = draft.find(TENSOR_PARALLEL_SIZE, 1, kind=int) > 1
     num_ranks = split_model(draft) if is_split else count_ranks(draft)
-    batch_size = draft.find("buffer.batch_size", AlgorithmSection().batch_size)
+    batch_size = draft.find("buffer.batch_size", AlgorithmSection().batch_size, kind=int)
     if num_ranks > batch_size:
         draft.notes.append(
             f"buffer.batch_size={batch_size}: a task runs on one GPU, so {batch_size} of {num_ranks} GPUs are used"
@@ -407,19 +408,20 @@ def resolve_cluster(draft: Draft) -> None:
         draft.notes.append(
             f"{ENGINES}={num_engines}: all {num_ranks} GPUs sample and train, each with an engine (cluster.num_workers)"
         )
-    if (num_runners := draft.find(RUNNERS)) is not None:
+    if (num_runners := draft.find(RUNNERS, kind=int)) is not None:
         num_sampling = 1 if is_split else num_ranks
         draft.set("rollout.max_concurrency", -(-num_runners * num_engines // num_sampling), source=RUNNERS)
 
 
 def count_ranks(draft: Draft) -> int:
     """GPUs of all hosts; without them, the engines, because each rank has one."""
-    num_hosts, num_gpus = max(draft.find("cluster.node_num", 1), 1), draft.find("cluster.gpu_per_node")
+    num_hosts = max(draft.find("cluster.node_num", 1, kind=int), 1)
+    num_gpus: int = draft.find("cluster.gpu_per_node", 0, kind=int)
     if num_gpus:
-        return int(num_hosts * num_gpus)
+        return num_hosts * num_gpus
     if num_hosts > 1:
         raise ConfigError(f"cluster.node_num={num_hosts} needs cluster.gpu_per_node: a rank runs on each GPU")
-    return max(int(draft.find(ENGINES, 1)), 1)
+    return max(draft.find(ENGINES, 1, kind=int), 1)
 
 
 def split_model(draft: Draft) -> int:
@@ -428,13 +430,13 @@ def split_model(draft: Draft) -> int:
     One vLLM samples from the model. Its decoder layers are divided over one rank for each GPU; an adapter trains on
     one rank.
     """
-    size, num_engines = int(draft.find(TENSOR_PARALLEL_SIZE)), draft.find(ENGINES, 1)
+    size, num_engines = draft.find(TENSOR_PARALLEL_SIZE, kind=int), draft.find(ENGINES, 1, kind=int)
     if num_engines != 1:
         draft.notes.append(
             f"{ENGINES}={num_engines} with {TENSOR_PARALLEL_SIZE}={size}: one vLLM engine over {size} GPUs samples; a "
             f"model that fits one GPU is faster with {TENSOR_PARALLEL_SIZE}=1"
         )
-    num_gpus = draft.find("cluster.gpu_per_node")
+    num_gpus = draft.find("cluster.gpu_per_node", kind=int)
     if num_gpus and num_gpus < size:
         raise ConfigError(
             f"{TENSOR_PARALLEL_SIZE}={size} is not supported with cluster.gpu_per_node={num_gpus}: a model is split "

@@ -18,8 +18,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tunesmith.compat.trinity_algorithms import resolve_differences
-from tunesmith.compat.trinity_draft import Draft, Rule, accept, allow, move, read_types, walk
-from tunesmith.compat.trinity_rules import RULES, TYPES
+from tunesmith.compat.trinity_draft import Draft, Rule, accept, allow, move, walk
+from tunesmith.compat.trinity_rules import RULES
 from tunesmith.compat.trinity_sections import (
     CLUSTER_KEYS,
     resolve_cluster,
@@ -69,7 +69,7 @@ def find_command(values: Mapping[str, Any]) -> str | None:
     is_offline = (
         str(draft.find("mode", "both")).casefold() == "train" and draft.find(f"{BUFFER}.storage_type") == "file"
     )
-    return COMMANDS.get(draft.find("algorithm.algorithm_type", "")) if is_offline else None
+    return COMMANDS.get(draft.find("algorithm.algorithm_type", "", kind=str)) if is_offline else None
 
 
 def convert_to_offline(draft: Draft) -> dict[str, Any]:
@@ -162,12 +162,11 @@ def translate_trinity_file(
 ) -> Translation:
     """Translate a file; ConfigError has all of its problems, with their lines if `lines` has those of the keys."""
     draft = Draft(values, problems=list(problems))
-    read_types(draft, TYPES)
-    command = find_command(draft.source)
+    command = find_command(values)
     rules = {key: rule for key, rule in RULES.items() if command is None or not is_part(key, BUFFER)}
     if command is not None:
         rules |= {"mode": accept()} | {f"{BUFFER}.{name}": rule for name, rule in build_buffer_rules().items()}
-    walk(draft, rules, draft.source, parent="")
+    walk(draft, rules, values, parent="")
     resolvers = [resolve_lengths, resolve_task_pipeline]
     if command is None:
         resolvers += [resolve_cluster, resolve_functions, resolve_differences]
@@ -257,7 +256,7 @@ def find_lines(text: str) -> dict[str, int]:
 def resolve_lengths(draft: Draft) -> None:
     """Lengths of prompt, answer and context in tokens: two of them determine the third."""
     total, prompt, answer = (
-        draft.find(f"model.{name}") for name in ("max_model_len", "max_prompt_tokens", "max_response_tokens")
+        draft.find(f"model.{name}", kind=int) for name in ("max_model_len", "max_prompt_tokens", "max_response_tokens")
     )
     if prompt is None:
         return

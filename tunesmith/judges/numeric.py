@@ -186,8 +186,9 @@ def read_text(response: Any) -> str:
     content = response.get("content") if isinstance(response, Mapping) else getattr(response, "content", None)
     if isinstance(content, str):
         return content
-    if isinstance(content, list):
-        return "".join(str(part["text"]) for part in content if isinstance(part, Mapping) and "text" in part)
+    if isinstance(content, list | tuple):
+        parts = (part if isinstance(part, Mapping) else getattr(part, "__dict__", {}) for part in content)
+        return "".join(str(part["text"]) for part in parts if "text" in part)
     raise TypeError(f"a response of type {type(response).__name__} has no text; return a string or a message")
 
 
