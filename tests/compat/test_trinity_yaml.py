@@ -10,7 +10,7 @@ from trinity_files import read_notes, translate
 from tunesmith.commands.settings import load_file, load_run_file
 from tunesmith.compat.trinity_rules import RULES
 from tunesmith.compat.trinity_yaml import is_trinity_file
-from tunesmith.config import AdaptiveKlSection, CorrectionSection, LoraSection, MaskSection, RunConfig
+from tunesmith.config import AdaptiveKlSection, CorrectionSection, LoraSection, MaskSection, RunConfig, SftConfig
 from tunesmith.errors import ConfigError
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "data_augment"
@@ -374,6 +374,17 @@ def test_numbers_in_quotes_and_of_environment_variables_are_numbers(tmp_path, mo
     config = load_run_file(file)
     assert (config.cluster.num_workers, config.trainer.num_minibatches, config.rollout.max_concurrency) == (2, 2, 6)
     assert (config.model.max_tokens, config.model.top_k, config.trainer.learning_rate) == (3072, 0, 1e-5)
+
+
+def test_numbers_in_quotes_are_numbers_in_files_of_fine_tuning(tmp_path):
+    file = tmp_path / "file.yaml"
+    file.write_text(
+        "mode: train\nalgorithm: {algorithm_type: sft, optimizer: {lr: 1e-5}}\n"
+        "model: {model_path: m, max_model_len: '4096'}\n"
+        "buffer: {train_batch_size: '4', trainer_input: {experience_buffer: {storage_type: file, path: rows}}}\n"
+    )
+    config = load_file(SftConfig, file)
+    assert (config.max_rows_per_batch, config.max_tokens_per_batch) == (4, 16384)
 
 
 def test_a_number_that_is_not_one_is_an_error_of_its_config():

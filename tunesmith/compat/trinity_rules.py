@@ -149,7 +149,7 @@ def read_trainer_config(draft: Draft, key: str, value: Any) -> None:
 
 def read_sync_style(draft: Draft, key: str, value: Any) -> None:
     """When the sampler gets new weights in Trinity-RFT; here every style samples with the newest policy."""
-    reason = f"use one of {', '.join(SYNC_STYLES)}"
+    reason = "use one of fixed, explorer_driven, trainer_driven, fully_async"
     allow(*SEQUENTIAL_STYLES, *OVERLAPPING_STYLES, reason=reason)(draft, key, value)
     if str(value).casefold() in OVERLAPPING_STYLES:
         draft.notes.append(
@@ -176,11 +176,9 @@ MEMORY_OPTIONS = frozenset(
 )  # fmt: skip
 """Options of verl by which results do not depend on them."""
 SEQUENTIAL_STYLES = ("fixed", "explorer_driven", "dynamic_by_explorer")
-"""The sampler gets the newest weights before it samples, as it does here."""
+"""The sampler gets the newest weights before it samples, as it does here; dynamic_by_... are older names."""
 OVERLAPPING_STYLES = ("trainer_driven", "dynamic_by_trainer", "fully_async")
 """The sampler continues with old weights while the trainer works."""
-SYNC_STYLES = ("fixed", "explorer_driven", "trainer_driven", "fully_async")
-"""Current names; dynamic_by_... are older names."""
 SHARDING = f"{ONE_DEVICE}; to save memory set trainer.has_gradient_checkpointing or trainer.max_token_len_per_gpu"
 
 RUN_RULES: dict[str, Rule] = {

@@ -415,13 +415,14 @@ def resolve_cluster(draft: Draft) -> None:
 
 def count_ranks(draft: Draft) -> int:
     """GPUs of all hosts; without them, the engines, because each rank has one."""
-    num_hosts = max(draft.find("cluster.node_num", 1, kind=int), 1)
+    num_hosts: int = max(draft.find("cluster.node_num", 1, kind=int), 1)
     num_gpus: int = draft.find("cluster.gpu_per_node", 0, kind=int)
+    num_engines: int = draft.find(ENGINES, 1, kind=int)
     if num_gpus:
         return num_hosts * num_gpus
     if num_hosts > 1:
         raise ConfigError(f"cluster.node_num={num_hosts} needs cluster.gpu_per_node: a rank runs on each GPU")
-    return max(draft.find(ENGINES, 1, kind=int), 1)
+    return max(num_engines, 1)
 
 
 def split_model(draft: Draft) -> int:
@@ -430,7 +431,8 @@ def split_model(draft: Draft) -> int:
     One vLLM samples from the model. Its decoder layers are divided over one rank for each GPU; an adapter trains on
     one rank.
     """
-    size, num_engines = draft.find(TENSOR_PARALLEL_SIZE, kind=int), draft.find(ENGINES, 1, kind=int)
+    size: int = draft.find(TENSOR_PARALLEL_SIZE, kind=int)
+    num_engines = draft.find(ENGINES, 1, kind=int)
     if num_engines != 1:
         draft.notes.append(
             f"{ENGINES}={num_engines} with {TENSOR_PARALLEL_SIZE}={size}: one vLLM engine over {size} GPUs samples; a "

@@ -227,10 +227,9 @@ def extract_marked(text: str) -> str | None:
     _, mark, rest = text.rpartition("####")
     if not mark:
         return None
-    line = write_plainly(rest.strip().split("\n", 1)[0])
-    joined = join_thousands(line)
-    number = NUMBER.search(joined)
-    return (number and (_find_formula(joined, number.start()) or number.group())) or line.strip() or None
+    line = join_thousands(write_plainly(rest.strip().split("\n", 1)[0]))
+    number = NUMBER.search(line)
+    return (number and (_find_formula(line, number.start()) or number.group())) or line.strip() or None
 
 
 def write_plainly(text: str) -> str:

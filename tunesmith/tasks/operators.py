@@ -133,9 +133,7 @@ def read_text(task: Task, field: str) -> str:
 
 def read_number(task: Task, field: str) -> float:
     value = read_field(task.row, field, where=f"task {task.task_id}")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DataError(f"task {task.task_id} has {field}={value!r}, which is not a number")
-    if not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise DataError(f"task {task.task_id} has {field}={value!r}, which is not a finite number")
     return float(value)
 
