@@ -103,6 +103,7 @@ def tune(
         "auxiliary_models": auxiliary_models, "algorithm": algorithm, "project_name": project_name,
         "experiment_name": experiment_name, "monitor_type": monitor_type,
     }  # fmt: skip
+    values = translate_tune_arguments(**objects)
     functions = {
         "algorithm.advantage": advantage_func, "algorithm.loss": loss_func, "callbacks.on_step_end": on_step_end,
         "callbacks.on_evaluation": on_evaluation, "callbacks.on_checkpoint": on_checkpoint,
@@ -113,7 +114,8 @@ def tune(
         functions={knob: function for knob, function in functions.items() if function is not None},
     )
     changes = [*overrides, *(f"{knob}={name_function(function)}" for knob, function in custom.functions.items())]
-    values: dict[str, Any] = {"continue_from_checkpoint": True} if continue_from_checkpoint else {}
+    if continue_from_checkpoint:
+        values["continue_from_checkpoint"] = True
     if environment is not None:
         values["environment"] = environment
     if config is not None:
@@ -127,7 +129,6 @@ def tune(
         raise ConfigError(
             "model is missing: give tune() a config, a TunerModelConfig, or a config_path that sets model.path"
         )
-    values = {**translate_tune_arguments(**objects), **values}
     file = config_path if config is None else config
     settings: RunConfig = load_settings(find_command("tune"), file, changes, values=values)
     if config is None and "project" not in settings.model_fields_set:

@@ -213,7 +213,7 @@ def describe_rule(rule: Any) -> str:
     """The effect of a rule, from the arguments of the function that built it."""
     kind, given = rule.__qualname__.partition(".")[0], inspect.getclosurevars(rule).nonlocals
     match kind:
-        case "move":
+        case "move" | "move_count":
             return f"`{given['target']}`"
         case "move_for_critic":
             return f"`{given['target']}`, with `ppo` only"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from tunesmith import tune
 from tunesmith.cluster.rank_info import RankInfo
 from tunesmith.commands.settings import load_settings
 from tunesmith.commands.table import find_command
@@ -136,7 +137,24 @@ def test_another_selector_takes_no_arguments_from_the_file():
 @pytest.mark.parametrize("key", ["train_dataset", "eval_dataset"])
 @pytest.mark.parametrize("given", ["path", [DatasetConfig(path="d")], {"a": "path"}])
 def test_a_data_set_of_another_type_is_refused(key, given):
-    with pytest.raises(ConfigError, match=f"{key} must be a DatasetConfig"):
+    with pytest.raises(ConfigError, match=f"{key} must be of type DatasetConfig, or a mapping of names"):
+        translate(**{key: given})
+    with pytest.raises(ConfigError, match=f"{key} must be of type DatasetConfig"):
+        tune(model=TunerModelConfig(model_path="m", max_model_len=8), **{key: given})
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "form"),
+    [
+        ("model", "path", "of type TunerModelConfig"),
+        ("model", {"model_path": "m"}, "of type TunerModelConfig"),
+        ("algorithm", {"group_size": 2}, "of type AlgorithmConfig"),
+        ("auxiliary_models", {"judge": "path"}, "a mapping of names to TunerModelConfigs"),
+        ("auxiliary_models", [], "a mapping of names to TunerModelConfigs"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_by_its_name(key, given, form):
+    with pytest.raises(ConfigError, match=f"^{key} must be {form}, got "):
         translate(**{key: given})
 
 

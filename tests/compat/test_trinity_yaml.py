@@ -10,7 +10,7 @@ from trinity_files import read_notes, translate
 from tunesmith.commands.settings import load_file, load_run_file
 from tunesmith.compat.trinity_rules import RULES
 from tunesmith.compat.trinity_yaml import is_trinity_file
-from tunesmith.config import AdaptiveKlSection, CorrectionSection, LoraSection, MaskSection, RunConfig
+from tunesmith.config import AdaptiveKlSection, CorrectionSection, LoraSection, MaskSection, RunConfig, SftConfig
 from tunesmith.errors import ConfigError
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "data_augment"
@@ -359,3 +359,34 @@ def test_a_sampling_parameter_of_evaluations_alone_is_noted(training, given, use
     key = f"buffer.explorer_input.eval_tasksets[0].rollout_args.{name}"
     told = f"{key}={value!r} has no effect: evaluations sample as training, with {used!r}"
     assert notes == ([] if used is None else [told])
+
+
+def test_numbers_in_quotes_and_of_environment_variables_are_numbers(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPUS", "2")
+    file = tmp_path / "file.yaml"
+    file.write_text(
+        "cluster: {node_num: '1', gpu_per_node: '${oc.env:GPUS}'}\n"
+        "algorithm: {repeat_times: '8', optimizer: {lr: '1e-5'}}\n"
+        "model: {model_path: m, max_model_len: '4096', max_prompt_tokens: '1024', top_k: '-1'}\n"
+        "buffer: {batch_size: '4', train_batch_size: '16'}\n"
+        "explorer: {runner_per_model: '6', rollout_model: {engine_num: '2', tensor_parallel_size: '1'}}\n"
+    )
+    config = load_run_file(file)
+    assert (config.cluster.num_workers, config.trainer.num_minibatches, config.rollout.max_concurrency) == (2, 2, 6)
+    assert (config.model.max_tokens, config.model.top_k, config.trainer.learning_rate) == (3072, 0, 1e-5)
+
+
+def test_numbers_in_quotes_are_numbers_in_files_of_fine_tuning(tmp_path):
+    file = tmp_path / "file.yaml"
+    file.write_text(
+        "mode: train\nalgorithm: {algorithm_type: sft, optimizer: {lr: 1e-5}}\n"
+        "model: {model_path: m, max_model_len: '4096'}\n"
+        "buffer: {train_batch_size: '4', trainer_input: {experience_buffer: {storage_type: file, path: rows}}}\n"
+    )
+    config = load_file(SftConfig, file)
+    assert (config.max_rows_per_batch, config.max_tokens_per_batch) == (4, 16384)
+
+
+def test_a_number_that_is_not_one_is_an_error_of_its_config():
+    with pytest.raises(ConfigError, match="weight_decay"):
+        translate(("algorithm.optimizer.weight_decay", float("nan")))

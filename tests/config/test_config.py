@@ -237,6 +237,7 @@ def test_zero_and_low_temperatures_are_allowed():
         "trainer.betas=[0.9,1.0]",
         "trainer.weight_decay=.inf",
         "algorithm.kl_coef=.inf",
+        "algorithm.correction.cap=.inf",
         "experience.refill_budget=.inf",
         "rollout.max_body_mib=.inf",
         "engine.max_num_seqs=1000000000",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from fractions import Fraction
+from operator import add, mul, sub, truediv
 
 from tunesmith.tasks.arithmetic import TEMPLATES, build_problems, compute_answer, find_split, save_problems
 
@@ -41,9 +43,25 @@ def test_templates_use_the_numbers_of_their_expression():
             assert f"{{{key}}}" in text and f"{{{key}}}" in expression
 
 
-def test_negative_and_fractional_intermediate_results_are_refused():
-    assert compute_answer("3 - 5 + 9") is None
-    assert compute_answer("7 / 2 * 2") is None
+def list_results(node):
+    """The value of an expression, last, and all results before it."""
+    if isinstance(node, ast.Constant):
+        return [Fraction(node.value)]
+    left, right = list_results(node.left), list_results(node.right)
+    operations = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv}
+    return [*left, *right, operations[type(node.op)](left[-1], right[-1])]
+
+
+def test_every_intermediate_result_is_a_whole_number_that_is_not_negative():
+    for problem in build_problems("train", num_problems=2000, seed=3):
+        results = list_results(ast.parse(problem.expression, mode="eval").body)
+        assert all(each >= 0 and each.denominator == 1 for each in results), problem
+        assert str(results[-1]) == problem.answer
+
+
+def test_negative_and_fractional_results_are_refused():
+    assert compute_answer("3 - 5") is None
+    assert compute_answer("7 / 2") is None
     assert compute_answer("2 + 3 * 4") == 14
     assert compute_answer("(10 * 5 - 2) / 3") == 16
 

@@ -70,9 +70,26 @@ def test_without_a_split_name_the_data_set_must_have_one_split(folder):
         load_tasks(DatasetSection(path=str(folder), split=None), name="t")
 
 
-def test_wrong_path(tmp_path):
-    with pytest.raises(DataError, match="does not exist"):
-        load_tasks(DatasetSection(path=str(tmp_path / "nothing")), name="t")
+@pytest.mark.parametrize(
+    ("name", "text"), [("rows.jsonl", "\nnull\n"), ("rows.json", "[null, {}]"), ("d/a.json", "null")]
+)
+def test_a_first_row_of_null_is_refused_before_it_ends_the_process(tmp_path, name, text):
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text)
+    path = file if file.parent == tmp_path else file.parent
+    with pytest.raises(
+        DataError, match="the first row of .* is null; it must be a JSON object|line 2 of .* must be a JSON object"
+    ):
+        load_rows(str(path), name=None, split="train")
+
+
+def test_wrong_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"question": "of the working folder"}\n')
+    for path in (str(tmp_path / "nothing"), ""):
+        with pytest.raises(DataError, match="does not exist"):
+            load_tasks(DatasetSection(path=path), name="t")
 
 
 def test_empty_file(tmp_path):

@@ -100,7 +100,7 @@ def test_a_missing_or_non_numeric_field_is_named():
         length_filter(tasks_of({"q": "a"}), field="z")
     with pytest.raises(DataError, match=r"t/0 has no 'q': its value is empty \(null"):
         length_filter(tasks_of({"q": None}), field="q")
-    with pytest.raises(DataError, match="which is not a number"):
+    with pytest.raises(DataError, match="which is not a finite number"):
         order_by_priority(tasks_of({"q": "a"}), weights={"q": 1.0})
     with pytest.raises(DataError, match="q=nan, which is not a finite number"):
         order_by_priority(tasks_of({"q": 1.0}, {"q": float("nan")}, {"q": 3.0}), weights={"q": 1.0})

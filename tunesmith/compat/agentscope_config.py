@@ -96,11 +96,6 @@ class DatasetConfig(StrictModel):
             return TaskSelectorConfig(selector_type=value)
         return TaskSelectorConfig.model_validate(value) if isinstance(value, Mapping) else value
 
-    @property
-    def own_selector(self) -> Any:
-        """The selector that was passed as an object, class or function, or None."""
-        return None if isinstance(self.task_selector, TaskSelectorConfig) else self.task_selector
-
     def preview(self, n: int = 5) -> list[dict[str, Any]]:
         """Print and return the first n rows; raises `DataError` if the path or split does not exist."""
         rows = load_rows(self.path, name=self.name, split=self.split, num_rows=n)
@@ -238,7 +233,8 @@ def collect_own_selectors(datasets: DatasetConfig | Mapping[str, DatasetConfig] 
     if datasets is None:
         return {}
     named = {"train": datasets} if isinstance(datasets, DatasetConfig) else datasets
-    return {name: each.own_selector for name, each in named.items() if each.own_selector is not None}
+    given = {name: each.task_selector for name, each in named.items()}
+    return {name: each for name, each in given.items() if not isinstance(each, TaskSelectorConfig | None)}
 
 
 def translate_held_out_sets(datasets: DatasetConfig | Mapping[str, DatasetConfig]) -> dict[str, Any]:
@@ -253,12 +249,13 @@ def translate_held_out_sets(datasets: DatasetConfig | Mapping[str, DatasetConfig
     return {name: translate_dataset(dataset) for name, dataset in named.items()}
 
 
-def check_datasets(datasets: Any, *, knob: str) -> None:
-    """Refuse anything but a DatasetConfig or a mapping of names to DatasetConfigs."""
-    given = list(datasets.values()) if isinstance(datasets, Mapping) else [datasets]
-    wrong = [each for each in given if not isinstance(each, DatasetConfig)]
-    if wrong:
-        raise ConfigError(f"{knob} must be a DatasetConfig, or a mapping of names to DatasetConfigs, got {wrong[0]!r}")
+def check_type(given: Any, kind: type, *, knob: str, is_one: bool = True, is_named: bool = True) -> None:
+    """Refuse anything but an object of the kind (`is_one`), or a mapping of names to such objects (`is_named`)."""
+    has_names = isinstance(given, Mapping)
+    objects = given.values() if has_names else [given]
+    if not (is_named if has_names else is_one) or not all(isinstance(each, kind) for each in objects):
+        forms = [f"of type {kind.__name__}"] * is_one + [f"a mapping of names to {kind.__name__}s"] * is_named
+        raise ConfigError(f"{knob} must be {', or '.join(forms)}, got {given!r}")
 
 
 def translate_algorithm(algorithm: AlgorithmConfig) -> dict[str, Any]:
@@ -284,16 +281,21 @@ def translate_tune_arguments(
     monitor_type: str | None,
 ) -> dict[str, Any]:
     """Nested overrides of a run file, from the arguments of AgentScope's `tune`."""
-    overrides: dict[str, Any] = {} if algorithm is None else translate_algorithm(algorithm)
+    overrides: dict[str, Any] = {}
+    if algorithm is not None:
+        check_type(algorithm, AlgorithmConfig, knob="algorithm", is_named=False)
+        overrides |= translate_algorithm(algorithm)
     if train_dataset is not None:
-        check_datasets(train_dataset, knob="train_dataset")
+        check_type(train_dataset, DatasetConfig, knob="train_dataset")
         overrides |= translate_training_sets(train_dataset)
     if eval_dataset is not None:
-        check_datasets(eval_dataset, knob="eval_dataset")
+        check_type(eval_dataset, DatasetConfig, knob="eval_dataset")
         overrides["eval_datasets"] = translate_held_out_sets(eval_dataset)
     if model is not None:
+        check_type(model, TunerModelConfig, knob="model", is_named=False)
         overrides |= {"model": translate_model(model)} | translate_engines(model)
-    if auxiliary_models:
+    if auxiliary_models not in (None, {}):
+        check_type(auxiliary_models, TunerModelConfig, knob="auxiliary_models", is_one=False)
         overrides["auxiliary_models"] = {
             name: translate_auxiliary_model(name, each) for name, each in auxiliary_models.items()
         }

@@ -105,10 +105,8 @@ def agent_output(*, is_shown: bool) -> Iterator[Callable[[bool], None]]:
     before = os.environ.get(OUTPUT_VARIABLE)
 
     def switch(is_shown: bool) -> None:
-        if is_shown:
-            os.environ[OUTPUT_VARIABLE] = "false"
-        else:
-            os.environ[OUTPUT_VARIABLE] = "true" if before is None else before
+        hidden = "true" if before is None else before
+        os.environ[OUTPUT_VARIABLE] = "false" if is_shown else hidden
 
     switch(is_shown)
     try:

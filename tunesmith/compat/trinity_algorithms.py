@@ -85,14 +85,14 @@ def find_algorithm(draft: Draft) -> str:
     """The algorithm that has the parts named in the file."""
     from tunesmith.algorithms.table import ALGORITHMS  # imports torch, which run files of our own do without
 
-    named: str = draft.find("algorithm.algorithm_type", DEFAULT_TYPE)
+    named: str = draft.find("algorithm.algorithm_type", DEFAULT_TYPE, kind=str)
     if named in REFUSED_TYPES:
         raise ConfigError(f"algorithm.algorithm_type={named!r} is not supported: {REFUSED_TYPES[named]}")
     if named not in ALGORITHMS:
         raise ConfigError(f"algorithm.algorithm_type={named!r} is unknown: {suggest_name(named, list(ALGORITHMS))}")
     own_advantage, own_loss = PARTS.get(named, (named, named))
-    advantage = draft.find("algorithm.advantage_fn", own_advantage)
-    loss = draft.find("algorithm.policy_loss_fn", own_loss)
+    advantage = draft.find("algorithm.advantage_fn", own_advantage, kind=str)
+    loss = draft.find("algorithm.policy_loss_fn", own_loss, kind=str)
     if advantage in REFUSED_ADVANTAGES:
         raise ConfigError(f"algorithm.advantage_fn={advantage!r} is not supported: {REFUSED_ADVANTAGES[advantage]}")
     if named not in PARTS:
@@ -120,7 +120,7 @@ def read_algorithm(draft: Draft, key: str, value: Any) -> None:
     """Rule for the three keys that together name the algorithm."""
     if value is None:
         return
-    if key.endswith("advantage_fn") and value in REFUSED_ADVANTAGES:
+    if key.endswith("advantage_fn") and draft.find(key, kind=str) in REFUSED_ADVANTAGES:
         raise ConfigError(f"{key}={value!r} is not supported: {REFUSED_ADVANTAGES[value]}")
     name = find_algorithm(draft)
     draft.set("algorithm.algorithm_type", name, source=key)
@@ -161,7 +161,7 @@ def read_loss_args(draft: Draft, key: str, value: Any) -> None:
 def read_mixture_args(draft: Draft, key: str, args: dict[str, Any]) -> dict[str, Any]:
     """As of other losses: both parts have one aggregation here, and `mix_chord` without phi has the loss of `mix`."""
     parts = [args.pop(f"{part}_loss_agg_mode", None) or args.get("loss_agg_mode") for part in ("grpo", "sft")]
-    if parts[0] != parts[1] and {*parts} != {None, "token-mean"}:
+    if parts[0] != parts[1] and parts not in ([None, "token-mean"], ["token-mean", None]):
         raise ConfigError(
             f"{key}: grpo_loss_agg_mode and sft_loss_agg_mode must be equal, got {parts[0]!r}, {parts[1]!r}"
         )
@@ -174,7 +174,8 @@ def read_kl_name(draft: Draft, key: str, value: Any) -> None:
     """The estimator of the KL to the starting model; without a coefficient in the file, Trinity-RFT's default."""
     if value is None:
         return
-    if value == "none" or draft.find("algorithm.kl_loss_fn_args.kl_coef") == 0:
+    value = draft.find(key, kind=str)
+    if value == "none" or draft.find("algorithm.kl_loss_fn_args.kl_coef", kind=float) == 0:
         draft.set("algorithm.kl_coef", 0.0, source=key)
         return
     draft.set("algorithm.kl_estimator", KL_NAMES.get(value, value), source=key)
@@ -186,13 +187,13 @@ def read_kl_args(draft: Draft, key: str, value: Any) -> None:
     given = read_mapping(value, key)
     unused = accept("the KL coefficient is constant, because adaptive is off")
     rules = dict.fromkeys(("target_kl", "horizon"), unused)
-    rules |= {"kl_coef": move("algorithm.kl_coef", float), "adaptive": accept()}
+    rules |= {"kl_coef": move("algorithm.kl_coef"), "adaptive": accept()}
     if given.get("adaptive"):
         if given.get("target_kl") is None:
             raise ConfigError(f"{key}.adaptive=True needs {key}.target_kl, the target KL in nats per token")
         rules |= {
-            "target_kl": move("algorithm.kl_adaptive.target", float),
-            "horizon": move("algorithm.kl_adaptive.horizon", int),
+            "target_kl": move("algorithm.kl_adaptive.target"),
+            "horizon": move("algorithm.kl_adaptive.horizon"),
         }
     walk(draft, rules, given, parent=f"{key}.")
 
@@ -218,7 +219,7 @@ def read_penalty_args(draft: Draft, key: str, value: Any) -> None:
         return
     constant, target = "the coefficient of the KL in the reward is constant", "algorithm.terms_args.reward_kl_coef"
     rules = dict.fromkeys(("target_kl", "horizon"), accept(constant))
-    rules |= {"kl_coef": move(target, float), "adaptive": allow(False, 0, reason=constant)}
+    rules |= {"kl_coef": move(target), "adaptive": allow(False, 0, reason=constant)}
     walk(draft, rules, read_mapping(value, key), parent=f"{key}.")
 
 
@@ -233,14 +234,14 @@ def read_entropy_name(draft: Draft, key: str, value: Any) -> None:
 def read_correction(draft: Draft, key: str, value: Any) -> None:
     """Importance weights and masks between sampler and trainer, under verl's names."""
     given = read_mapping(value, key)
-    low, high = given.get("rollout_rs_threshold_lower"), given.get("rollout_rs_threshold")
+    low, high = given.get("rollout_rs_threshold_lower"), draft.find(f"{key}.rollout_rs_threshold", kind=float)
     if given.get("rollout_rs") is not None:
         if not high:
             raise ConfigError(f"{key}.rollout_rs needs {key}.rollout_rs_threshold, the largest weight that is kept")
         mask = {"level": given["rollout_rs"], "low": 1 / high if low is None else low, "high": high}
         draft.set("algorithm.correction.mask", mask, source=f"{key}.rollout_rs")
     unused = accept() if given.get("rollout_rs") is not None else accept("rollout_rs is not set")
-    cap = move("algorithm.correction.cap", float)
+    cap = move("algorithm.correction.cap")
     rules: dict[str, Rule] = {
         "rollout_is": move("algorithm.correction.importance"),
         "rollout_is_threshold": cap if given.get("rollout_is") is not None else accept("rollout_is is not set"),
@@ -297,7 +298,7 @@ def read_sample_strategy(draft: Draft, key: str, value: Any) -> None:
 
 def read_sample_strategy_args(draft: Draft, key: str, value: Any) -> None:
     """The share of expert demonstrations in a batch."""
-    rules = {"expert_data_ratio": move("algorithm.expert.ratio", float), "sft_dataset_name": accept()}
+    rules = {"expert_data_ratio": move("algorithm.expert.ratio"), "sft_dataset_name": accept()}
     given = read_mapping(value, key)
     if given and find_algorithm(draft) not in MIXTURES:
         raise ConfigError(f"{key} is not supported: a step trains the rollouts it sampled; see experience.replay")
@@ -422,7 +423,7 @@ def _note_aggregation(draft: Draft, name: str) -> None:
             f"loss_agg_mode={given!r}: the sum over tokens is divided by the number of sequences and by "
             f"model.max_model_len; Trinity-RFT divides it only by the longest answer of the micro-batch; {SEQUENCES}"
         )
-    elif given is not None and given.startswith("seq-mean"):
+    elif str(given).startswith("seq-mean"):
         draft.notes.append(f"loss_agg_mode={given!r}: {SEQUENCES}")
 
 

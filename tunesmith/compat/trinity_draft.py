@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from tunesmith.arguments import suggest_name
 from tunesmith.errors import ConfigError
 
@@ -39,14 +41,14 @@ class Draft:
             if str(error) not in self.problems:
                 self.problems.append(str(error))
 
-    def find(self, key: str, default: Any = None) -> Any:
-        """The file's value at a dotted key."""
+    def find(self, key: str, default: Any = None, *, kind: type | None = None) -> Any:
+        """The file's value at a dotted key; with `kind`, ConfigError for one of another type."""
         found: Any = self.source
         for part in key.split("."):
             if not isinstance(found, Mapping) or found.get(part) is None:
                 return default
             found = found[part]
-        return found
+        return found if kind is None else read_type(found, key, kind)
 
     def find_mapping(self, key: str) -> Mapping[str, Any]:
         return read_mapping(self.find(key), key)
@@ -62,7 +64,7 @@ class Draft:
         """Set a dotted key of ours; raises if another key has set a different value, unless `is_finer` overrides it."""
         *parents, last = target.split(".")
         section = self.open_section(*parents)
-        if not is_finer and section.get(last, value) != value:
+        if not is_finer and last in section and section[last] != value:
             raise ConfigError(f"{source}={value!r}: another key of the file sets {target} to {section[last]!r}")
         section[last] = value
 
@@ -127,6 +129,17 @@ def walk(draft: Draft, rules: Mapping[str, Rule], values: Mapping[str, Any], *, 
 
 def list_names(rules: Collection[str], prefix: str) -> list[str]:
     return list(dict.fromkeys(key.removeprefix(prefix).split(".")[0] for key in rules if key.startswith(prefix)))
+
+
+def read_type(value: Any, key: str, kind: type) -> Any:
+    """The value as a number or a name. Trinity-RFT reads numbers in quotes too, such as environment variables."""
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        raise ConfigError(f"{key} must be {TYPE_NAMES[kind]}, got {value!r}") from error
+
+
+TYPE_NAMES = {int: "a whole number", float: "a number", str: "a name"}
 
 
 def read_mapping(value: Any, key: str) -> Mapping[str, Any]:

@@ -78,8 +78,9 @@ def read_prefix_caching(draft: Draft, key: str, value: Any) -> None:
 def read_train_batch_size(draft: Draft, key: str, value: Any) -> None:
     """Trinity-RFT sets the number of experiences per update; here a step is split into `num_minibatches` updates."""
     defaults = AlgorithmSection()
-    batch_size = draft.find("buffer.batch_size", defaults.batch_size)
-    num_runs = batch_size * draft.find("algorithm.repeat_times", defaults.group_size)
+    batch_size = draft.find("buffer.batch_size", defaults.batch_size, kind=int)
+    num_runs = batch_size * draft.find("algorithm.repeat_times", defaults.group_size, kind=int)
+    value = draft.find(key, 0, kind=int)
     if not value or value >= num_runs:
         if value and value > num_runs:
             draft.notes.append(
@@ -96,9 +97,14 @@ def read_train_batch_size(draft: Draft, key: str, value: Any) -> None:
 
 def read_warmup_ratio(draft: Draft, key: str, value: Any) -> None:
     """Warm-up as a share of all steps, used if `lr_warmup_steps` is not set."""
-    if value and draft.find("algorithm.optimizer.lr_warmup_steps", -1) < 0:
-        draft.set("trainer.warmup_ratio", float(value), source=key)
+    if draft.find(key, 0, kind=float) and draft.find("algorithm.optimizer.lr_warmup_steps", -1, kind=int) < 0:
+        draft.set("trainer.warmup_ratio", value, source=key)
         draft.notes.append(f"{key}={value!r}: the number of warm-up steps is rounded up")
+
+
+def move_count(target: str) -> Rule:
+    """Set our key to the number, or to 0 for a negative one, by which Trinity-RFT turns it off."""
+    return lambda draft, key, value: draft.set(target, max(draft.find(key, 0, kind=int), 0), source=key)
 
 
 def read_auto_tool_choice(draft: Draft, key: str, value: Any) -> None:
@@ -143,7 +149,7 @@ def read_trainer_config(draft: Draft, key: str, value: Any) -> None:
 
 def read_sync_style(draft: Draft, key: str, value: Any) -> None:
     """When the sampler gets new weights in Trinity-RFT; here every style samples with the newest policy."""
-    reason = f"use one of {', '.join(SYNC_STYLES)}"
+    reason = "use one of fixed, explorer_driven, trainer_driven, fully_async"
     allow(*SEQUENTIAL_STYLES, *OVERLAPPING_STYLES, reason=reason)(draft, key, value)
     if str(value).casefold() in OVERLAPPING_STYLES:
         draft.notes.append(
@@ -160,8 +166,6 @@ PROXY = (
     "it is for Trinity-RFT's serve mode; nearest is `tunesmith serve` with serve.mode=online, which listens on "
     "serve.host and serve.port and keeps conversations in memory"
 )
-NO_TIMELINE = "`ray timeline` writes one of a run with cluster.launcher=ray"
-NO_SERVICE = "Data-Juicer runs in a process of the run, without a service"
 MEMORY_OPTIONS = frozenset(
     {
         "megatron", "checkpoint", "fsdp_config", "strategy", "hybrid_engine", "use_remove_padding", "balance_batch",
@@ -172,11 +176,9 @@ MEMORY_OPTIONS = frozenset(
 )  # fmt: skip
 """Options of verl by which results do not depend on them."""
 SEQUENTIAL_STYLES = ("fixed", "explorer_driven", "dynamic_by_explorer")
-"""The sampler gets the newest weights before it samples, as it does here."""
+"""The sampler gets the newest weights before it samples, as it does here; dynamic_by_... are older names."""
 OVERLAPPING_STYLES = ("trainer_driven", "dynamic_by_trainer", "fully_async")
 """The sampler continues with old weights while the trainer works."""
-SYNC_STYLES = ("fixed", "explorer_driven", "trainer_driven", "fully_async")
-"""Current names; dynamic_by_... are older names."""
 SHARDING = f"{ONE_DEVICE}; to save memory set trainer.has_gradient_checkpointing or trainer.max_token_len_per_gpu"
 
 RUN_RULES: dict[str, Rule] = {
@@ -189,12 +191,12 @@ RUN_RULES: dict[str, Rule] = {
     **dict.fromkeys(CLUSTER_KEYS, accept()),  # read by resolve_cluster
     "ignore_validator_suggestions": accept(),
     "stages": allow_neutral("a file is one run; write one file per stage, each with the last checkpoint as model_path"),
-    "service": accept(NO_SERVICE),
+    "service": accept("Data-Juicer runs in a process of the run, without a service"),
     "log": accept("the log is written to the console"),
     "monitor.monitor_type": move("monitor.trackers", lambda tracker: [tracker]),
     "monitor.monitor_args": allow_neutral("trackers have no arguments; use their environment variables"),
     "monitor.detailed_stats": accept(),
-    "monitor.enable_ray_timeline": allow_neutral(NO_TIMELINE),
+    "monitor.enable_ray_timeline": allow_neutral("`ray timeline` writes one of a run with cluster.launcher=ray"),
 }
 TRAINER_CONFIG: dict[str, Rule] = {
     "actor_rollout_ref.model.enable_gradient_checkpointing": move("trainer.has_gradient_checkpointing"),
@@ -206,15 +208,15 @@ TRAINER_CONFIG: dict[str, Rule] = {
 ALGORITHM_RULES: dict[str, Rule] = {
     "algorithm_type": read_algorithm,
     "repeat_times": move("algorithm.group_size"),
-    "optimizer.lr": move("trainer.learning_rate", float),
-    "optimizer.lr_warmup_steps": move("trainer.warmup_steps", lambda steps: max(steps, 0)),
+    "optimizer.lr": move("trainer.learning_rate"),
+    "optimizer.lr_warmup_steps": move_count("trainer.warmup_steps"),
     "optimizer.lr_warmup_steps_ratio": read_warmup_ratio,
-    "optimizer.min_lr_ratio": move("trainer.min_lr_ratio", float),
+    "optimizer.min_lr_ratio": move("trainer.min_lr_ratio"),
     "optimizer.lr_scheduler_type": move("trainer.schedule"),
     "optimizer.optimizer_type": allow("adam", "adamw", reason="the optimizer is AdamW"),
     "optimizer.betas": move("trainer.betas"),
-    "optimizer.weight_decay": move("trainer.weight_decay", float),
-    "optimizer.clip_grad": move("trainer.max_grad_norm", float),
+    "optimizer.weight_decay": move("trainer.weight_decay"),
+    "optimizer.clip_grad": move("trainer.max_grad_norm"),
     "policy_loss_fn": read_algorithm,
     "policy_loss_fn_args": read_loss_args,
     "advantage_fn": read_algorithm,
@@ -224,7 +226,7 @@ ALGORITHM_RULES: dict[str, Rule] = {
     "kl_penalty_fn": read_penalty_name,
     "kl_penalty_fn_args": read_penalty_args,
     "entropy_loss_fn": read_entropy_name,
-    "entropy_loss_fn_args.entropy_coef": move("algorithm.entropy_coef", float),
+    "entropy_loss_fn_args.entropy_coef": move("algorithm.entropy_coef"),
     "loss_agg_mode": move("algorithm.loss_aggregation"),
     "sample_strategy": read_sample_strategy,
     "sample_strategy_args": read_sample_strategy_args,
@@ -239,9 +241,9 @@ MODEL_RULES: dict[str, Rule] = {
     "max_model_len": move("model.max_model_len"),
     "max_response_tokens": move("model.max_tokens"),
     "min_response_tokens": allow(0, 1, reason="a minimum length of answers is not implemented"),
-    "temperature": move("model.temperature", float),
-    "top_p": move("model.top_p", float),
-    "top_k": move("model.top_k", lambda top_k: max(top_k, 0)),
+    "temperature": move("model.temperature"),
+    "top_p": move("model.top_p"),
+    "top_k": move_count("model.top_k"),
     "repetition_penalty": allow(1, 1.0, reason="the trainer cannot reproduce this distribution; see model.min_p"),
     "enable_thinking": move("model.enable_thinking"),
     "custom_chat_template": allow_neutral("save the template to a file and set chat_template_path"),
@@ -286,7 +288,7 @@ EXPLORER_WITHOUT_EFFECT = (
 )  # fmt: skip
 EXPLORER_RULES: dict[str, Rule] = {
     **dict.fromkeys(EXPLORER_WITHOUT_EFFECT, accept()),
-    "max_timeout": move("rollout.timeout_s", float),
+    "max_timeout": move("rollout.timeout_s"),
     "max_retry_times": accept("a failed rollout is left out of its group and counted, not retried", silent=(0,)),
     "eval_interval": move("evaluation.interval_steps"),
     "eval_on_startup": move("evaluation.at_start"),
@@ -351,7 +353,7 @@ TRAINER_RULES: dict[str, Rule] = {
     "max_checkpoints_to_keep": move("keep_checkpoints", lambda number: number or None),
     "trainer_type": allow("verl", reason="training is local; nearest is model.device"),
     "trainer_strategy": accept(ONE_DEVICE),
-    "grad_clip": move("trainer.max_grad_norm", float),
+    "grad_clip": move("trainer.max_grad_norm"),
     "max_token_len_per_gpu": move("trainer.max_tokens_per_row"),
     "ulysses_sequence_parallel_size": accept(f"it divides long rows over GPUs, and {SHARDING}", silent=(1,)),
     "critic_warmup": move_for_critic("algorithm.critic.warmup_steps"),

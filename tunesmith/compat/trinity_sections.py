@@ -19,6 +19,7 @@ from tunesmith.compat.trinity_draft import (
     read_list,
     read_mapping,
     read_mappings,
+    read_type,
     walk,
 )
 from tunesmith.config import AlgorithmSection, ModelSection, ReplaySection
@@ -138,10 +139,10 @@ def resolve_functions(draft: Draft) -> None:
     """Set workflow and judge for types that are built in, and note all of them."""
     parent = "buffer.explorer_input"
     explorer = draft.find_mapping(parent)
-    sets = [explorer.get("taskset"), *(explorer.get("tasksets") or []), *(explorer.get("eval_tasksets") or [])]
-    found = {find_types(draft, each): None for each in sets if isinstance(each, Mapping)} or {
-        find_types(draft, {}): None
-    }
+    sets = [read_mapping(explorer.get("taskset"), f"{parent}.taskset")] if explorer.get("taskset") else []
+    for name in ("tasksets", "eval_tasksets"):
+        sets += read_mappings(explorer.get(name), f"{parent}.{name}")
+    found = {find_types(draft, each): None for each in sets or [{}]}
     types = next(iter(found))
     if len(found) > 1:
         others = ", ".join(repr(name) for other in list(found)[1:] for name in other if name)
@@ -229,7 +230,7 @@ def list_sampling(key: str, value: Any) -> dict[str, Any]:
         raise ConfigError(
             f"{key}.{name} is not supported: a request samples one answer, with {', '.join(SAMPLING_KEYS)}"
         )
-    return given if "top_k" not in given else given | {"top_k": max(given["top_k"], 0)}
+    return given if "top_k" not in given else given | {"top_k": max(read_type(given["top_k"], f"{key}.top_k", int), 0)}
 
 
 def read_operators(draft: Draft, key: str, value: Any) -> None:
@@ -240,7 +241,7 @@ def read_operators(draft: Draft, key: str, value: Any) -> None:
         unknown = [name for name in given if name not in ("name", "args")]
         if unknown or "name" not in given:
             raise ConfigError(f"{key}[{number}] must have a name and may have args, got {dict(given)}")
-        args = dict(given.get("args") or {})
+        args = dict(read_mapping(given.get("args"), f"{key}[{number}].args"))
         if given["name"] == "data_juicer":
             draft.notes.append(f"{key}[{number}].name='data_juicer' runs in {DATA_JUICER}")
             if "prompt_key" in taskset_format:
@@ -315,7 +316,7 @@ def read_replay(draft: Draft, key: str, value: Any) -> None:
         rules["priority_fn"] = allow(*names, reason=f"use {' or '.join(names)}")
         targets = {"decay": "decay", "use_count_limit": "max_uses", "sigma": "sigma"}
         rules |= {f"priority_fn_args.{name}": move(f"experience.replay.{each}") for name, each in targets.items()}
-        num_groups = draft.find("buffer.batch_size", AlgorithmSection().batch_size)
+        num_groups = draft.find("buffer.batch_size", AlgorithmSection().batch_size, kind=int)
         draft.set("experience.replay.num_groups", num_groups, source=key)
         draft.set("experience.replay.capacity", max(ReplaySection().capacity, num_groups), source=key)
     elif given.get("enable"):
@@ -375,10 +376,11 @@ RUNNERS = "explorer.runner_per_model"
 def resolve_cluster(draft: Draft) -> None:
     """Set the `cluster` section from the hosts, their GPUs, the engines and the settings of Ray, and the number of
     workflows that run at once on a rank: the runners of all engines over the ranks that sample."""
-    num_hosts, num_engines = max(draft.find("cluster.node_num", 1), 1), draft.find(ENGINES, 1)
-    is_split = draft.find(TENSOR_PARALLEL_SIZE, 1) > 1
+    num_hosts = max(draft.find("cluster.node_num", 1, kind=int), 1)
+    num_engines = draft.find(ENGINES, 1, kind=int)
+    is_split = draft.find(TENSOR_PARALLEL_SIZE, 1, kind=int) > 1
     num_ranks = split_model(draft) if is_split else count_ranks(draft)
-    batch_size = draft.find("buffer.batch_size", AlgorithmSection().batch_size)
+    batch_size = draft.find("buffer.batch_size", AlgorithmSection().batch_size, kind=int)
     if num_ranks > batch_size:
         draft.notes.append(
             f"buffer.batch_size={batch_size}: a task runs on one GPU, so {batch_size} of {num_ranks} GPUs are used"
@@ -406,19 +408,21 @@ def resolve_cluster(draft: Draft) -> None:
         draft.notes.append(
             f"{ENGINES}={num_engines}: all {num_ranks} GPUs sample and train, each with an engine (cluster.num_workers)"
         )
-    if (num_runners := draft.find(RUNNERS)) is not None:
+    if (num_runners := draft.find(RUNNERS, kind=int)) is not None:
         num_sampling = 1 if is_split else num_ranks
         draft.set("rollout.max_concurrency", -(-num_runners * num_engines // num_sampling), source=RUNNERS)
 
 
 def count_ranks(draft: Draft) -> int:
     """GPUs of all hosts; without them, the engines, because each rank has one."""
-    num_hosts, num_gpus = max(draft.find("cluster.node_num", 1), 1), draft.find("cluster.gpu_per_node")
+    num_hosts: int = max(draft.find("cluster.node_num", 1, kind=int), 1)
+    num_gpus: int = draft.find("cluster.gpu_per_node", 0, kind=int)
+    num_engines: int = draft.find(ENGINES, 1, kind=int)
     if num_gpus:
-        return int(num_hosts * num_gpus)
+        return num_hosts * num_gpus
     if num_hosts > 1:
         raise ConfigError(f"cluster.node_num={num_hosts} needs cluster.gpu_per_node: a rank runs on each GPU")
-    return max(int(draft.find(ENGINES, 1)), 1)
+    return max(num_engines, 1)
 
 
 def split_model(draft: Draft) -> int:
@@ -427,13 +431,14 @@ def split_model(draft: Draft) -> int:
     One vLLM samples from the model. Its decoder layers are divided over one rank for each GPU; an adapter trains on
     one rank.
     """
-    size, num_engines = int(draft.find(TENSOR_PARALLEL_SIZE)), draft.find(ENGINES, 1)
+    size: int = draft.find(TENSOR_PARALLEL_SIZE, kind=int)
+    num_engines = draft.find(ENGINES, 1, kind=int)
     if num_engines != 1:
         draft.notes.append(
             f"{ENGINES}={num_engines} with {TENSOR_PARALLEL_SIZE}={size}: one vLLM engine over {size} GPUs samples; a "
             f"model that fits one GPU is faster with {TENSOR_PARALLEL_SIZE}=1"
         )
-    num_gpus = draft.find("cluster.gpu_per_node")
+    num_gpus = draft.find("cluster.gpu_per_node", kind=int)
     if num_gpus and num_gpus < size:
         raise ConfigError(
             f"{TENSOR_PARALLEL_SIZE}={size} is not supported with cluster.gpu_per_node={num_gpus}: a model is split "

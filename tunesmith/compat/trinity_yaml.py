@@ -18,7 +18,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tunesmith.compat.trinity_algorithms import resolve_differences
-from tunesmith.compat.trinity_draft import Draft, Rule, accept, allow, move, walk
+from tunesmith.compat.trinity_draft import Draft, Rule, accept, allow, move, read_type, walk
 from tunesmith.compat.trinity_rules import RULES
 from tunesmith.compat.trinity_sections import (
     CLUSTER_KEYS,
@@ -69,7 +69,7 @@ def find_command(values: Mapping[str, Any]) -> str | None:
     is_offline = (
         str(draft.find("mode", "both")).casefold() == "train" and draft.find(f"{BUFFER}.storage_type") == "file"
     )
-    return COMMANDS.get(draft.find("algorithm.algorithm_type", "")) if is_offline else None
+    return COMMANDS.get(draft.find("algorithm.algorithm_type", "", kind=str)) if is_offline else None
 
 
 def convert_to_offline(draft: Draft) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def convert_to_offline(draft: Draft) -> dict[str, Any]:
         "train_dataset": given.get("train_dataset"),
         "num_epochs": given.get("total_epochs"),
         "max_steps": given.get("total_steps"),
-        "max_rows_per_batch": draft.find("buffer.train_batch_size"),
+        "max_rows_per_batch": draft.find("buffer.train_batch_size", kind=int),
         "save_interval_steps": given.get("save_interval_steps"),
         "keep_checkpoints": given.get("keep_checkpoints"),
         "seed": given.get("seed"),
@@ -101,15 +101,13 @@ def convert_to_offline(draft: Draft) -> dict[str, Any]:
     }
     values |= {name: each for name, each in moved.items() if each is not None}
     if "max_rows_per_batch" in values:  # the rows alone limit a batch, as in Trinity-RFT
-        length = values["model"].get("max_model_len")
-        values |= {} if length is None else {"max_tokens_per_batch": length * values["max_rows_per_batch"]}
+        length = read_type(values["model"].get("max_model_len", 0), "model.max_model_len", int)
+        values |= {"max_tokens_per_batch": length * values["max_rows_per_batch"]} if length else {}
     return {name: each for name, each in values.items() if each not in ({}, None)}
 
 
 TRINITY_KEYS = frozenset({"buffer", "explorer", "synchronizer", "data_processor", "mode", "stages", "service"})
 """Top-level keys that only Trinity-RFT's files have."""
-
-
 ALGORITHM = "algorithm.algorithm_type"
 KEY = re.compile(r"[\w.\[\]-]+")
 
@@ -256,7 +254,7 @@ def find_lines(text: str) -> dict[str, int]:
 def resolve_lengths(draft: Draft) -> None:
     """Lengths of prompt, answer and context in tokens: two of them determine the third."""
     total, prompt, answer = (
-        draft.find(f"model.{name}") for name in ("max_model_len", "max_prompt_tokens", "max_response_tokens")
+        draft.find(f"model.{name}", kind=int) for name in ("max_model_len", "max_prompt_tokens", "max_response_tokens")
     )
     if prompt is None:
         return

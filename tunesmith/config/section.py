@@ -125,7 +125,7 @@ def format_value(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         return "|".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) and value == round(value) else str(value)
+    return f"{value:g}" if isinstance(value, float) and value.is_integer() else str(value)
 
 
 class Section(BaseModel):

@@ -45,10 +45,8 @@ def build_tolerant_match(tolerance: float) -> Callable[[Mapping[str, Any], Trans
     def match_within_tolerance(task: Mapping[str, Any], transcript: Transcript) -> float | None:
         stated = read_reference(task)
         reference = parse_number(extract_marked(stated) or stated)
-        if reference is None:
-            return match_numeric(task, transcript)
         candidate = parse_number(extract_answer(transcript.answer) or "")
-        if candidate is None:
+        if reference is None or candidate is None:
             return match_numeric(task, transcript)
         return float(candidate == reference or abs(candidate - reference) < limit * abs(reference))
 

@@ -36,7 +36,9 @@ POWERS = re.compile(
 BASE = re.compile(r"\s*[0-9A-Za-z]+_\{?(\d+)\}?\s*")
 DOLLAR = re.compile(r"(?<!\\)\$")
 FACTORIAL = re.compile(r"(\d+)\s*[)}]?\s*!")
-TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
+TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s*\{([^{}]*)\}")
+REPEATING = re.compile(r"(\d+)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
+"""A decimal whose last digits repeat; math-verify reads `0.\\overline{36}` as 0."""
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")
 SOLVED_FOR = re.compile(r"^\s*[A-Za-z]\s*=")
@@ -80,6 +82,13 @@ def _write_residue(text: str) -> str:
     return re.sub(r"\((mod\w+)\)", r"\1", plain)
 
 
+def write_fraction(repeating: re.Match[str]) -> str:
+    r"""A repeating decimal as a fraction, `0.1\overline{6}` as 15/90."""
+    whole, fixed, repeated = repeating.groups()
+    numerator = int(whole + fixed + repeated) - int(whole + fixed)
+    return rf"\frac{{{numerator}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}"
+
+
 def is_too_large(text: str) -> bool:
     """Whether a power or factorial of numbers in `text` has more than `MAX_DIGITS` digits."""
     if any(math.lgamma(float(each) + 1) > MAX_DIGITS * math.log(10) for each in FACTORIAL.findall(text)):
@@ -101,6 +110,7 @@ def _parse_expression(text: str) -> list[Any]:
     text = DOLLAR.sub("", text)  # of the parts of a list, each in dollar signs, math-verify would read the last
     if len(text) > MAX_EXPRESSION_CHARACTERS or is_too_large(text):
         return []
+    text = REPEATING.sub(write_fraction, text).replace("\\varnothing", "\\emptyset")
     terms: list[Any] = parse(f"${text}$", parsing_timeout=None)
     return terms
 

@@ -105,7 +105,7 @@ GROUPED = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\,)(?=\d{3}(?!\d))")
 SPACED_THOUSANDS = re.compile(r"(?<![\d.,/])\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?!\d)")
 MIXED = re.compile(r"(?<![\w.,/])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\d/.])")
 DIGIT = re.compile(r"\d")
-STATED = re.compile(r"\banswer(?:\s+is|\s+to[^.\n]{0,300}?(?<!\s)\s+is|\s*[:=])+\s*:?", re.IGNORECASE)
+STATED = re.compile(r"\banswer(?:\s+is(?!\s+not\b)|\s+to[^.\n]{0,300}?(?<!\s)\s+is|\s*[:=])+\s*:?", re.IGNORECASE)
 """The number of characters after "answer to" is limited, since each "answer" searches them."""
 SENTENCE_END = re.compile(r"\n|[.!?](?:\s|$)")
 FORMULA = re.compile(r"[\d\\$+*^=<>_|]|(?<![A-Za-z])[A-Za-z]?[-/,;][A-Za-z]?(?![A-Za-z])")
@@ -120,6 +120,7 @@ DISPLAYED = re.compile(
 BARE_FORMULA = re.compile(r"(?:[-+*/=(){}\[\]\d.,!|\s^_]|\\[A-Za-z]+|(?<![A-Za-z\\])(?:[A-Za-z]|mod)(?![A-Za-z]))+")
 COMPUTED = re.compile(
     r"\\(?:[dtc]?frac|[dt]?binom|sqrt|pi|log|ln|sin|cos|tan)(?![A-Za-z])|[\d)}]\^(?!\{?\\?[a-z]{2})|\d_\{?\d"
+    r"|\d\.\d*\\(?:overline|bar|dot)"
 )
 UNIT = re.compile(r"(?:\\[ ,;:!]|[~\s])*\\(?:text|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?$")
 RELATION = re.compile(r"=|\\(?:approx|to|implies|[Rr]ightarrow)(?![a-z])")
@@ -185,8 +186,9 @@ def read_text(response: Any) -> str:
     content = response.get("content") if isinstance(response, Mapping) else getattr(response, "content", None)
     if isinstance(content, str):
         return content
-    if isinstance(content, list):
-        return "".join(str(part["text"]) for part in content if isinstance(part, Mapping) and "text" in part)
+    if isinstance(content, list | tuple):
+        parts = (part if isinstance(part, Mapping) else getattr(part, "__dict__", {}) for part in content)
+        return "".join(str(part["text"]) for part in parts if "text" in part)
     raise TypeError(f"a response of type {type(response).__name__} has no text; return a string or a message")
 
 
@@ -199,7 +201,7 @@ def extract_answer(text: str) -> str | None:
     text = write_plainly(text)
     statements = list(STATED.finditer(text))
     if statements:
-        rest = text[statements[-1].end() :].lstrip()
+        rest = join_thousands(text[statements[-1].end() :].lstrip())
         sentence = SENTENCE_END.split(rest, maxsplit=1)[0]
         start = sentence.rfind("=") + 1
         number = NUMBER.search(sentence, start) or NUMBER.search(rest)
@@ -225,15 +227,19 @@ def extract_marked(text: str) -> str | None:
     _, mark, rest = text.rpartition("####")
     if not mark:
         return None
-    line = write_plainly(rest.strip().split("\n", 1)[0])
-    joined = SPACED_THOUSANDS.sub(lambda found: "".join(found[0].split()), line)
-    number = NUMBER.search(joined)
-    return (number and (_find_formula(joined, number.start()) or number.group())) or line.strip() or None
+    line = join_thousands(write_plainly(rest.strip().split("\n", 1)[0]))
+    number = NUMBER.search(line)
+    return (number and (_find_formula(line, number.start()) or number.group())) or line.strip() or None
 
 
 def write_plainly(text: str) -> str:
     """The text with its numbers as `NUMBER` reads them: `-$5` as -5, `1{,}000` as 1000, `3 1/2` as 7/2."""
     return MIXED.sub(_add_whole, GROUPED.sub("", SIGN.sub(lambda found: "+" if found[1] == "+" else "-", text)))
+
+
+def join_thousands(text: str) -> str:
+    """The text with numbers such as `12 000` in one piece; for stated answers only, since prose has `in 20 100`."""
+    return SPACED_THOUSANDS.sub(lambda found: "".join(found[0].split()), text)
 
 
 def _add_whole(found: re.Match[str]) -> str:
@@ -244,7 +250,7 @@ def _add_whole(found: re.Match[str]) -> str:
 def parse_number(text: str) -> Fraction | None:
     """The value of a text that is one number; `$`, `*`, a percent sign and a final full stop are ignored."""
     unescaped = text.replace("\\$", "$").replace("\\%", "%")
-    bare = write_plainly(unescaped.strip().strip("$*").rstrip(".%$*").strip())
+    bare = join_thousands(write_plainly(unescaped.strip().strip("$*").rstrip(".%$*").strip()))
     if not NUMBER.fullmatch(bare):
         return None
     try:

@@ -235,10 +235,8 @@ class BotsSelector:
         self.alpha += prior * self._prior_alpha
         self.beta *= keep
         self.beta += prior * self._prior_beta
-        observed = self._m - predicted
-        if evidence_N is None:
-            observed = self._m
-        else:
+        observed = self._m if evidence_N is None else self._m - predicted
+        if evidence_N is not None:
             evidence_N[index_J] = rate_J
             evidence_N *= predicted
             self.alpha += evidence_N

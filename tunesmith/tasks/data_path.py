@@ -16,7 +16,7 @@ SINGLE_SPLIT = "train"
 
 def check_data_path(path: str, *, knob: str = "path") -> None:
     """Refuse a path that does not exist; a name that may be a hub id passes."""
-    if not Path(path).expanduser().exists() and is_path_like(path):
+    if not path or (not Path(path).expanduser().exists() and is_path_like(path)):  # Path("") is the working folder
         raise MissingDataError(f"the data set {knob}={path!r} does not exist; give a folder, a file or a hub id")
 
 

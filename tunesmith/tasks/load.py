@@ -125,9 +125,11 @@ def load_plain_rows(file: Path, *others: Path) -> list[dict[str, Any]] | None:
     """The rows of a JSON Lines file that `datasets` would read as they are written: all, as those of the other splits,
     with the same fields, in each of them numbers, booleans or texts of one type. None for other files: it fills in
     missing fields, and turns numbers of two types into floats and texts that are dates into dates."""
+    if not all(0 < each.stat().st_size <= MAX_PLAIN_BYTES for each in (file, *others)):
+        return None
     parts = []
     for data in (each.read_bytes() for each in (file, *others)):
-        if not data or len(data) > MAX_PLAIN_BYTES or b"\\ud" in data.lower():
+        if b"\\ud" in data.lower():
             return None
         try:
             parts.append([json.loads(line, object_pairs_hook=read_pairs) for line in data.decode().split("\n") if line])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +19,14 @@ from tunesmith.errors import DataError, MissingDataError
 from tunesmith.hub import describe_hub_failure, offline_if_unreachable
 from tunesmith.tasks.data_path import FORMATS, SINGLE_SPLIT, is_saved
 
+NULL_ROW = re.compile(rb"\s*\[?\s*null\b")
+
 
 def iter_library_rows(path: str, *, name: str | None, split: str | None, is_streamed: bool) -> Iterator[dict[str, Any]]:
     """The rows of a split; `is_streamed`: none is read before it is needed."""
     source = Path(path).expanduser()
     try:
+        _check_first_rows(source)
         if is_saved(source):
             yield from _open_saved(source, name=name, split=split)
             return
@@ -40,6 +44,15 @@ def iter_library_rows(path: str, *, name: str | None, split: str | None, is_stre
         raise DataError(f"the data set {path!r} has a file without rows") from error
     except (OSError, ValueError, TypeError, KeyError, DatasetsError) as error:
         raise _explain(path, split, error) from error
+
+
+def _check_first_rows(source: Path) -> None:
+    """Refuse JSON files whose first row is null: reading them, `datasets` ends the process with a memory error."""
+    for file in [source] if source.is_file() else source.rglob("*.json*"):
+        if file.is_file():
+            with file.open("rb") as rows:
+                if NULL_ROW.match(rows.read(1000)):
+                    raise DataError(f"the first row of {str(file)!r} is null; it must be a JSON object")
 
 
 @contextmanager
@@ -61,23 +74,11 @@ def _open_saved(source: Path, *, name: str | None, split: str | None) -> Any:
 
     They are memory-mapped, so a preview reads only what it shows.
     """
-    if name is not None:
-        raise DataError(f"name {name!r} has no effect: the folder {str(source)!r} has no configurations; remove name")
     loaded = load_from_disk(str(source))
-    if isinstance(loaded, Dataset):
-        return _check_saved_split(loaded, split, source)
-    return _choose_split(loaded, split, path=str(source), is_file=False)
-
-
-def _check_saved_split(saved: Dataset, split: str | None, source: Path) -> Dataset:
-    """The saved data set; DataError if `split` is neither `train`, the folder's name nor the saved split's name."""
-    known = {None, SINGLE_SPLIT, source.name, None if saved.split is None else str(saved.split)}
-    if split not in known:
-        raise DataError(
-            f"split {split!r}: the folder {str(source)!r} is one split; set split to {SINGLE_SPLIT!r}, or give another "
-            "folder"
-        )
-    return saved
+    is_single = isinstance(loaded, Dataset)
+    splits = (source.name, str(loaded.split or source.name)) if is_single else None
+    _refuse_parts("folder", source, name=name, split=split, splits=splits)
+    return loaded if is_single else _choose_split(loaded, split, path=str(source), is_file=False)
 
 
 def _describe_file(source: Path, *, name: str | None, split: str | None) -> dict[str, Any]:
@@ -86,13 +87,21 @@ def _describe_file(source: Path, *, name: str | None, split: str | None) -> dict
         raise DataError(f"{str(source)!r} is not a data set file; allowed endings: {', '.join(FORMATS)}")
     if source.stat().st_size == 0:
         raise DataError(f"the data set {str(source)!r} has no rows")
-    if split not in {None, SINGLE_SPLIT, source.stem}:
-        raise DataError(
-            f"split {split!r}: the file {str(source)!r} is one split; set split to {SINGLE_SPLIT!r}, or give its folder"
-        )
-    if name is not None:
-        raise DataError(f"name {name!r} has no effect: the file {str(source)!r} has no configurations; remove name")
+    _refuse_parts("file", source, name=name, split=split, splits=(source.stem,))
     return {"path": FORMATS[source.suffix], "data_files": {SINGLE_SPLIT: str(source)}}
+
+
+def _refuse_parts(
+    kind: str, source: Path, *, name: str | None, split: str | None, splits: tuple[str, ...] | None
+) -> None:
+    """Refuse a configuration, and of a single split any name but `train` and `splits`."""
+    if name is not None:
+        raise DataError(f"name {name!r} has no effect: the {kind} {str(source)!r} has no configurations; remove name")
+    if splits is not None and split not in (None, SINGLE_SPLIT, *splits):
+        raise DataError(
+            f"split {split!r}: the {kind} {str(source)!r} is one split; set split to {SINGLE_SPLIT!r}, or give "
+            f"{'its' if kind == 'file' else 'another'} folder"
+        )
 
 
 def _choose_split(loaded: DatasetDict | IterableDatasetDict, split: str | None, *, path: str, is_file: bool) -> Any:

@@ -44,14 +44,10 @@ NGRAM_WORDS = 5
 
 def deduplicate(tasks: Sequence[Task], *, fields: Fields) -> ChangedTasks:
     """Keep the first of tasks whose fields are equal up to spacing, case and sentence punctuation."""
-    seen: set[tuple[str, ...]] = set()
-    kept = []
+    first: dict[tuple[str, ...], Task] = {}
     for task in tasks:
-        key = tuple(normalize(read_text(task, field)) for field in fields)
-        if key not in seen:
-            seen.add(key)
-            kept.append(task)
-    return kept, {"num_removed": float(len(tasks) - len(kept))}
+        first.setdefault(tuple(normalize(read_text(task, field)) for field in fields), task)
+    return list(first.values()), {"num_removed": float(len(tasks) - len(first))}
 
 
 def normalize(text: str) -> str:
@@ -63,12 +59,8 @@ def length_filter(
     tasks: Sequence[Task], *, field: str, min_chars: NonNegativeInt = 0, max_chars: PositiveInt | None = None
 ) -> ChangedTasks:
     """Keep tasks whose field has between `min_chars` and `max_chars` characters."""
-
-    def is_kept(task: Task) -> bool:
-        length = len(read_text(task, field))
-        return min_chars <= length and (max_chars is None or length <= max_chars)
-
-    kept = [task for task in tasks if is_kept(task)]
+    longest = math.inf if max_chars is None else max_chars
+    kept = [task for task in tasks if min_chars <= len(read_text(task, field)) <= longest]
     return kept, {"num_removed": float(len(tasks) - len(kept))}
 
 
@@ -141,9 +133,7 @@ def read_text(task: Task, field: str) -> str:
 
 def read_number(task: Task, field: str) -> float:
     value = read_field(task.row, field, where=f"task {task.task_id}")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DataError(f"task {task.task_id} has {field}={value!r}, which is not a number")
-    if not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise DataError(f"task {task.task_id} has {field}={value!r}, which is not a finite number")
     return float(value)
 

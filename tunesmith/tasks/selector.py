@@ -186,9 +186,8 @@ class RandomSelector(FixedSelector):
         self.num_drawn += batch_size
         drawn: list[int] = []
         while len(drawn) < batch_size:
-            size = batch_size - len(drawn)
-            if not self._replace:
-                size = min(size, self.num_tasks)
+            left = batch_size - len(drawn)
+            size = left if self._replace else min(left, self.num_tasks)
             drawn += rng.choice(self.num_tasks, size, replace=self._replace).tolist()
         return drawn
 

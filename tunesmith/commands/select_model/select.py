@@ -163,7 +163,7 @@ async def select_model(
     """
     check_workflow_function(workflow_func, allows_sync=True)
     check_selection_judge_function(judge_func)
-    if len(candidate_models) < 2:
+    if isinstance(candidate_models, str) or not isinstance(candidate_models, Sequence) or len(candidate_models) < 2:
         raise ConfigError("At least two candidate models must be provided.")
     limits = build_section(
         RunLimits,

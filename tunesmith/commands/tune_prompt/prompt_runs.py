@@ -19,6 +19,7 @@ from tunesmith.chat.client import create_chat_completion
 from tunesmith.commands.candidates import RunLimits, count_failures, find_problem, run_agent
 from tunesmith.commands.eval.sample_scores import Difference
 from tunesmith.errors import RolloutError, shorten
+from tunesmith.judges.numeric import read_text
 from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.seeds import derive_seed
@@ -140,8 +141,11 @@ class Teacher:
             if engine is not None:  # the search asks between runs, which pause the engine that both may share
                 engine.resume(0)
             if hasattr(bound.model, "options") and hasattr(bound.model, "client"):
-                return read_text(await create_chat_completion(bound.model, messages, **fields))
-            reply = await bound.model([dict(message) for message in messages])
+                reply: Any = await create_chat_completion(bound.model, messages, **fields)
+            else:
+                reply = await bound.model([dict(message) for message in messages])
+            if isinstance(reply, ChatCompletion):
+                return reply.choices[0].message.content or ""
             if isinstance(reply, AsyncIterator):
                 reply = [chunk async for chunk in reply][-1]  # AgentScope's chunks hold the text so far
             return read_text(reply)
@@ -151,19 +155,6 @@ class Teacher:
             if engine is not None:
                 engine.pause()
             bound.close()
-
-
-def read_text(reply: Any) -> str:
-    """The text of a completion of OpenAI's client, or of AgentScope's ChatResponse."""
-    if isinstance(reply, ChatCompletion):
-        return reply.choices[0].message.content or ""
-    content = getattr(reply, "content", reply)
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence):
-        blocks = [block if isinstance(block, Mapping) else vars(block) for block in content]
-        return "".join(str(block.get("text", "")) for block in blocks if block.get("type") == "text")
-    raise TypeError(f"it must return a completion of OpenAI's client or a ChatResponse, got {reply!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
