@@ -136,9 +136,10 @@ class Environment:
         """One model call with the tool calls before it."""
         if calls := transcript.open_calls:
             results = await toolbox.run(calls)
-            if transcript.refused_calls and any(each.failure == "call_limit" for each in results):
-                return replace(transcript, finish="call_limit")
+            was_refused = transcript.refused_calls > 0
             transcript = transcript.append(*map(self.protocol.wrap, results))
+            if was_refused and any(each.failure == "call_limit" for each in results):
+                return replace(transcript, finish="call_limit")
         remaining = None if max_tokens is None else max_tokens - transcript.reasoning_tokens
         if remaining is not None and remaining < 1:
             return replace(transcript, finish="length")
