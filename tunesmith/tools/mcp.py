@@ -70,9 +70,8 @@ def load_mcp_tools(
     except ToolUnavailableError as error:
         raise ConfigError(str(error)) from error
     except (RpcError, TimeoutError) as error:
-        raise ConfigError(
-            f"{found.label} does not list its tools: {error or 'no answer in start_timeout_s'}"
-        ) from error
+        reason = str(error) or "no answer in start_timeout_s"
+        raise ConfigError(f"{found.label} does not list its tools: {reason}") from error
 
 
 class McpServer:
