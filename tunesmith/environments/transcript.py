@@ -168,24 +168,26 @@ class Transcript:
         """One reply per model call, for judges."""
         replies: list[Reply] = []
         texts: list[str] = []
+
+        def end_reply(**fields: Any) -> None:
+            replies.append(Reply(reasoning="".join(texts).strip(), **fields))
+            texts.clear()
+
         results = self._match_results()
         for position, segment in enumerate(self.segments):
             match segment.kind:
                 case "call":
-                    result = None if (found := results[position]) is None else found.result
-                    arguments = (
-                        segment.text if segment.arguments is None else json.dumps(segment.arguments, ensure_ascii=False)
-                    )
-                    record = ToolCallRecord(name=segment.tool, arguments=arguments, result=result)
-                    replies.append(Reply(reasoning="".join(texts).strip(), calls=(record,)))
-                    texts = []
+                    found, written = results[position], segment.text
+                    if segment.arguments is not None:
+                        written = json.dumps(segment.arguments, ensure_ascii=False)
+                    result = None if found is None else found.result
+                    end_reply(calls=(ToolCallRecord(name=segment.tool, arguments=written, result=result),))
                 case "answer":
-                    replies.append(Reply(reasoning="".join(texts).strip(), content=self._read_answer(position)))
-                    texts = []
+                    end_reply(content=self._read_answer(position))
                 case "thought" | "forced":
                     texts.append(segment.text)
         if texts:
-            replies.append(Reply(reasoning="".join(texts).strip()))
+            end_reply()
         return tuple(replies)
 
     def _read_answer(self, position: int) -> str:
@@ -203,10 +205,9 @@ class Transcript:
             if segment.kind == "call":
                 found[place] = None
             elif segment.kind == "result":
-                waiting = (at for at, result in found.items() if result is None)
-                call = next((at for at in waiting if self.segments[at].call_id == segment.call_id), None)
-                if call is not None:
-                    found[call] = segment
+                waiting = [at for at, result in found.items() if result is None]
+                calls = [at for at in waiting if self.segments[at].call_id == segment.call_id]
+                found.update(dict.fromkeys(calls[:1], segment))
         return found
 
     def to_json(self) -> dict[str, Any]:

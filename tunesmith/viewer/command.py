@@ -93,33 +93,30 @@ def format_rollout(rollout: dict[str, Any]) -> Panel:
         for message in conversation["messages"]:
             lines += format_message(message)
     if not rollout["conversations"] and rollout["response"]:
-        lines.append(Text(clean_terminal(rollout["response"])))
+        lines.append(show_text(rollout["response"]))
     failure = rollout["failure"]
     if failure is not None:
         where = f" ({failure['line']})" if failure["line"] else ""
-        lines.append(
-            Text(clean_terminal(f"failed in {failure['where']}: {failure['message']}{where}"), style="bold red")
-        )
+        lines.append(show_text(f"failed in {failure['where']}: {failure['message']}{where}", "bold red"))
         if failure["traceback"]:
-            lines.append(Text(clean_terminal(failure["traceback"].rstrip()), style="red"))
+            lines.append(show_text(failure["traceback"].rstrip(), "red"))
     reward = "failed" if rollout["reward"] is None else f"reward {rollout['reward']:.4g}"
     advantage = "not trained" if rollout["advantage"] is None else f"advantage {rollout['advantage']:+.4g}"
     title = f"{rollout['task_id']}  group {rollout['group']} rollout {rollout['run']}  {reward}  {advantage}"
     counts = f"{rollout['num_turns']} turns, {rollout['num_tokens']} tokens, {rollout['duration_s']:.1f} s"
-    return Panel(
-        Group(*lines), title=Text(clean_terminal(title)), subtitle=counts, title_align="left", subtitle_align="right"
-    )
+    return Panel(Group(*lines), title=show_text(title), subtitle=counts, title_align="left", subtitle_align="right")
 
 
 def format_message(message: dict[str, Any]) -> list[Text | Rule]:
     style = STYLES.get(message["role"], "")
-    lines: list[Text | Rule] = [Text(clean_terminal(message["role"]), style=f"bold {style}")]
+    lines: list[Text | Rule] = [show_text(message["role"], f"bold {style}")]
     if message.get("reasoning"):
-        lines.append(Text(clean_terminal(message["reasoning"]), style="italic dim"))
+        lines.append(show_text(message["reasoning"], "italic dim"))
     if message["content"].strip():
-        lines.append(Text(clean_terminal(message["content"].strip("\n")), style="dim" if style == "dim" else ""))
-    lines += [
-        Text(clean_terminal(f"-> {call['name']}({call['arguments']})"), style="yellow")
-        for call in message.get("tool_calls") or ()
-    ]
-    return lines
+        lines.append(show_text(message["content"].strip("\n"), "dim" if style == "dim" else ""))
+    calls = message.get("tool_calls") or ()
+    return [*lines, *(show_text(f"-> {call['name']}({call['arguments']})", "yellow") for call in calls)]
+
+
+def show_text(text: str, style: str = "") -> Text:
+    return Text(clean_terminal(text), style=style)

@@ -352,7 +352,6 @@ EXAMPLES: Mapping[Goal, tuple[Mapping[str, Any], str]] = {
 
 
 def build_model_analyst(model: Any) -> Role:
-
     async def analyst(request: RoleRequest) -> Finding | None:
         reply = await ask(model, request, trajectory=quote_steps(request.steps))
         number = NUMBER.fullmatch(read_tag(reply, "step"))
@@ -364,7 +363,6 @@ def build_model_analyst(model: Any) -> Role:
 
 
 def build_model_author(model: Any) -> Role:
-
     async def author(request: RoleRequest) -> StepDraft | list[str] | str | None:
         if request.goal == "replace_step":
             return read_draft(await ask(model, request, **describe_step(request)))
