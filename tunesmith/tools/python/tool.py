@@ -24,7 +24,7 @@ from tunesmith.tools.python.pool import (
     run_in_threads,
 )
 from tunesmith.tools.python.worker_process import Launcher, WorkerProcess
-from tunesmith.tools.tool import Run, Tool, ToolResult, hold_time_limit
+from tunesmith.tools.tool import Run, Tool, ToolInputError, ToolResult, hold_time_limit
 
 
 class PythonSession:
@@ -121,6 +121,9 @@ class PythonSession:
         return result
 
 
+MAX_CODE_CHARS = 1_000_000
+
+
 class PythonTool:
     """Runs model-written Python in sandboxes.
 
@@ -149,6 +152,8 @@ class PythonTool:
 
         def bind(python: PythonTool | PythonSession) -> Run:
             async def run(code: str) -> ToolResult:
+                if len(code) > MAX_CODE_CHARS:
+                    raise ToolInputError(f"the code is longer than {MAX_CODE_CHARS} characters")
                 result = await python(code, on_start=hold_time_limit())
                 return ToolResult(text=result.text, failure="" if result.outcome == "ok" else result.outcome)
 
