@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import unicodedata
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -430,3 +431,10 @@ def remove_tree(folder: Path) -> None:
 def clean_text(text: str) -> str:
     """The text with each lone surrogate, which UTF-8 cannot encode, replaced by U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def clean_terminal(text: str) -> str:
+    """The text without characters that control a terminal: a model may have written such."""
+    return "".join(
+        char if char in "\n\t" or unicodedata.category(char) not in {"Cc", "Cf", "Cs"} else "\ufffd" for char in text
+    )

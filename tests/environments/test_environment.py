@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from agents import TOKENIZER, ScriptedModel, build_search
@@ -154,10 +155,72 @@ async def test_a_second_call_over_the_limit_ends_the_rollout():
     environment = Environment(EnvironmentSection(max_calls=1), tools=[build_search()])
     transcript = await environment.run("Where?", agent.model)
     assert transcript.finish == "call_limit"
-    assert transcript.segments[-1].kind == "call"
-    assert transcript.tool_counts == {"search": 1}
+    assert not transcript.open_calls
+    assert (transcript.tool_counts, transcript.refused_calls) == ({"search": 1}, 2)
     (sample,) = build_sample(agent.close())
     assert split_by_mask(sample)[-1] == (True, SEARCH)
+
+
+async def test_calls_that_run_beside_the_last_refused_one_are_counted():
+    log: list[str] = []
+    call = '<tool_call>\n{{"name": "{}", "arguments": {{"query": "{}"}}}}\n</tool_call>'
+    tools = [build_search(log), replace(build_search(), name="other", max_calls=1)]
+    agent = ScriptedModel(*(call.format("other", n) for n in "ab"), call.format("search", 1) + call.format("other", 2))
+    transcript = await Environment(EnvironmentSection(protocol="native"), tools=tools).run("Where?", agent.model)
+    assert (transcript.finish, log) == ("call_limit", ["1"])
+    assert transcript.tool_counts == {"other": 1, "search": 1}
+
+
+@pytest.mark.parametrize("protocol", ["tags", "native"])
+async def test_an_answer_can_be_forced_after_the_call_limit(protocol):
+    call = '<tool_call>\n{"name": "search", "arguments": {"query": "Paris"}}\n</tool_call>'
+    environment = Environment(EnvironmentSection(protocol=protocol, max_calls=1), tools=[build_search()])
+    first = await environment.run("Where?", ScriptedModel(*[SEARCH if protocol == "tags" else call] * 3).model)
+    assert first.finish == "call_limit"
+    answer = ScriptedModel("Lyon</answer>" if protocol == "tags" else "\\boxed{Lyon}")
+    prefix = first.force("<answer>" if protocol == "tags" else "So it is ")
+    second = await environment.run("Where?", answer.model, prefix=prefix, max_calls=0)
+    assert (second.finish, second.answer) == ("answered", "Lyon")
+
+
+async def test_forced_text_takes_the_place_of_a_call_that_was_not_run():
+    log: list[str] = []
+    environment = Environment(tools=[build_search(log)])
+    prefix = environment.begin("Where?").append(*environment.protocol.read_text(SEARCH)).force("\n<answer>")
+    transcript = await environment.run("Where?", ScriptedModel("Lyon</answer>").model, prefix=prefix)
+    assert (log, transcript.text) == ([], THINK + "\n<answer>Lyon</answer>")
+
+
+async def test_a_reply_without_text_has_its_token_counted():
+    for protocol in ("tags", "native"):
+        environment = Environment(EnvironmentSection(protocol=protocol), tools=[build_search()])
+        agent = ScriptedModel("")
+        transcript = await environment.run("Where?", agent.model)
+        (turn,) = agent.close()
+        assert (transcript.finish, transcript.reasoning_tokens) == ("no_answer", len(turn.sampled_ids))
+
+
+@pytest.mark.parametrize(
+    ("forced", "written"),
+    [
+        ("<think>I know.</think>\n<ans", "wer>\\boxed{Paris}</answer>"),
+        ("<think>.</think><answer>\\boxed{", "Paris}</answer>"),
+    ],
+)
+async def test_an_answer_is_read_from_where_its_tag_begins(forced, written):
+    environment = Environment(tools=[build_search()])
+    prefix = environment.begin("Where?").force(forced)
+    transcript = await environment.run("Where?", ScriptedModel(written).model, prefix=prefix)
+    assert (transcript.answer, find_format_error(transcript)) == ("Paris", None)
+
+
+def test_calls_with_one_id_have_results_of_their_own():
+    calls = [Segment(kind="call", text="{}", tool=each, arguments={}, call_id="") for each in "ab"]
+    results = [Segment(kind="result", text=each, result=each, tool=each, call_id="") for each in "ab"]
+    transcript = Transcript(question="?", segments=(*calls, *results), protocol="native")
+    assert [(call.tool, result.result) for call, result in transcript.pairs] == [("a", "a"), ("b", "b")]
+    assert [reply.calls[0].result for reply in transcript.build_replies()] == ["a", "b"]
+    assert [each.tool for each in transcript.cut(3).open_calls] == ["b"]
 
 
 @pytest.mark.parametrize("protocol", ["tags", "native"])

@@ -62,6 +62,25 @@ def build_fake(*pages, version="2025-06-18"):
     return [sys.executable, "-I", "-S", "-c", FAKE, json.dumps(pages), version]
 
 
+OTHER = """
+import json, sys
+answers = [json.loads(each) for each in sys.argv[1:]]
+for line in sys.stdin:
+    message = json.loads(line)
+    if message["method"] == "initialize":
+        answer = {"result": {"protocolVersion": "2025-06-18"}}
+    else:
+        answer = answers.pop(0) if answers and "id" in message else {}
+    if answer:
+        print(json.dumps({"jsonrpc": "2.0", "id": message["id"], **answer}), flush=True)
+"""
+
+
+def build_other(*answers):
+    """The command of a server that gives the answers in order, and none for an empty one."""
+    return [sys.executable, "-I", "-S", "-c", OTHER, *answers]
+
+
 @contextlib.contextmanager
 def serve_http(port):
     process = subprocess.Popen([*PROGRAM, "http", str(port)])
@@ -312,6 +331,9 @@ WRONG = {"type": "object", "properties": {"x": {"type": "int"}}}
             "tool 'a': the parameters of tool 'a' are no valid JSON schema: properties/x/type",
         ),
         ({"mcp": build_fake([{"name": "a"}])}, "the parameters of tool 'a' must be a JSON schema with type: object"),
+        ({"mcp": build_fake([{"name": "a", "inputSchema": "x"}])}, "tool 'a': 'str' object has no attribute"),
+        ({"mcp": build_other("{}"), "settings": {"start_timeout_s": 1}}, "not list its tools: no answer in start_"),
+        ({"mcp": build_other('{"error": {"code": 1, "message": "no"}}')}, "the MCP server .* not list its tools: no"),
         ({"mcp": build_fake([{"name": "think", "inputSchema": OBJECT}])}, "'think' is not a tool name"),
         ({"mcp": build_fake([TOOL]), "settings": {"headers": {"a": "b"}}}, "is a command: headers have no effect"),
         (
@@ -326,6 +348,15 @@ def test_bad_input_is_one_sentence_before_a_model_loads(entry, sentence):
     with pytest.raises(ConfigError, match=sentence) as caught:
         load_environment(build_section(EnvironmentSection, {"tools": [entry]}))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("part", ["hi", None, {"type": "text"}])
+async def test_a_part_that_is_no_text_is_a_failure_that_names_the_server(part):
+    listed = {"result": {"tools": [{"name": "a", "inputSchema": {"type": "object"}}]}}
+    (tool,) = load_mcp_tools(build_other(json.dumps(listed), json.dumps({"result": {"content": [part]}})))
+    with pytest.raises(ToolUnavailableError, match="the tool a of the MCP server .* returned a part of type"):
+        await tool.call({})
 
 
 def test_a_url_that_is_no_mcp_server_is_named(url):

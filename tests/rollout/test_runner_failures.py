@@ -457,3 +457,17 @@ async def test_time_blocked_by_another_rollout_does_not_count(passing_time):
     blocked, other = await asyncio.gather(start(block_once, 50), start(bystander, 50))
     assert blocked.failure.where == "timeout"
     assert other.reward == 0.5
+
+
+async def test_an_error_whose_message_raises_fails_its_rollout_alone():
+    class BrokenError(Exception):
+        def __str__(self):
+            return self.reason
+
+    async def broken(task, model):
+        await call_model(model)
+        raise BrokenError
+
+    found = await run(broken)
+    assert found.reward is None
+    assert found.failure.message == "BrokenError: (its message cannot be read: AttributeError)"

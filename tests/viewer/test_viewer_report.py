@@ -13,10 +13,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 from viewer_runs import HOSTILE, write_run
 
-from tunesmith.cli import app
+from tunesmith.cli import app, show_result
 from tunesmith.errors import StorageError
+from tunesmith.storage import clean_terminal
 from tunesmith.viewer.answers.search import Filters
-from tunesmith.viewer.command import clean, print_step, view
+from tunesmith.viewer.command import print_step, view
 from tunesmith.viewer.export import export_report
 from tunesmith.viewer.reading.run import open_runs
 
@@ -101,7 +102,12 @@ def test_show_filters(run):
 
 
 def test_text_cannot_control_the_terminal():
-    assert clean("a\x1b]0;title\x07\x9b31m\u202eb\tc\n") == "a\ufffd]0;title\ufffd\ufffd31m\ufffdb\tc\n"
+    assert clean_terminal("a\x1b]0;title\x07\x9b31m\u202eb\tc\n") == "a\ufffd]0;title\ufffd\ufffd31m\ufffdb\tc\n"
+
+
+def test_the_result_of_a_command_cannot_control_the_terminal(capsys):
+    show_result("reply: \x1b[2J")
+    assert capsys.readouterr().out == "reply: \ufffd[2J\n"
 
 
 def test_the_commands_read_a_run_folder(run_folder, tmp_path):

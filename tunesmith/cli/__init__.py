@@ -22,6 +22,7 @@ from tunesmith.cli.usage import name_corrections
 from tunesmith.cluster.rank_info import find_rank_info, watch_launcher
 from tunesmith.commands.table import COMMANDS, DEBUG, GROUPS, REQUIRED, Command, Option, import_named
 from tunesmith.runs.process import exit_despite_threads, run_guarded
+from tunesmith.storage import clean_terminal
 
 
 def build_app() -> typer.Typer:
@@ -125,7 +126,7 @@ def run_command(command: Command, given: Mapping[str, Any], *, is_debug: bool) -
 
 def show_result(result: Any) -> None:
     if result is not None:
-        typer.echo(result)
+        typer.echo(clean_terminal(str(result)))
 
 
 def is_given(value: Any) -> bool:

@@ -45,8 +45,11 @@ class Environment:
         )
         self.system_prompt = build_system_prompt(self.config, tools)
 
-    def select(self, names: Sequence[str]) -> Environment:
-        """The environment with those of its tools that a task names."""
+    def for_task(self, row: Mapping[str, Any]) -> Environment:
+        """The environment with those of its tools that the row's field `tools` names; itself without the field.
+        ValueError for other names."""
+        if (names := row.get("tools")) is None:
+            return self
         if isinstance(names, str) or (unknown := [each for each in names if each not in list(self.tools)]):
             wrong = repr(names) if isinstance(names, str) else ", ".join(map(repr, unknown))
             raise ValueError(
@@ -54,10 +57,6 @@ class Environment:
                 f"got {wrong}"
             )
         return Environment(self.config, [self.tools[each] for each in names])
-
-    def for_task(self, row: Mapping[str, Any]) -> Environment:
-        """The environment with those of its tools that the row's field `tools` names; itself without the field."""
-        return self if row.get("tools") is None else self.select(row["tools"])
 
     def begin(self, question: str) -> Transcript:
         """The transcript of a rollout before its first model call."""
@@ -136,9 +135,10 @@ class Environment:
         """One model call with the tool calls before it."""
         if calls := transcript.open_calls:
             results = await toolbox.run(calls)
-            if transcript.refused_calls and any(each.failure == "call_limit" for each in results):
-                return replace(transcript, finish="call_limit")
+            was_refused = transcript.refused_calls > 0
             transcript = transcript.append(*map(self.protocol.wrap, results))
+            if was_refused and any(each.failure == "call_limit" for each in results):
+                return replace(transcript, finish="call_limit")
         remaining = None if max_tokens is None else max_tokens - transcript.reasoning_tokens
         if remaining is not None and remaining < 1:
             return replace(transcript, finish="length")

@@ -94,9 +94,10 @@ def find_end(completion: ChatCompletion, stop: Sequence[str]) -> Finish:
 
 
 def count_tokens(segments: Sequence[Segment], completion: ChatCompletion) -> tuple[Segment, ...]:
-    """The segments of a model call, the last of them with the call's sampled tokens."""
+    """The segments of a model call, the last of them with the call's sampled tokens, also of a reply without text."""
     tokens = completion.usage.completion_tokens if completion.usage is not None else 0
-    return (*segments[:-1], *(replace(each, tokens=tokens) for each in segments[-1:]))
+    *first, last = segments or (Segment(kind="thought", text=""),)
+    return (*first, replace(last, tokens=tokens))
 
 
 def read_tag(body: str, text_argument: str | None) -> Mapping[str, Any] | None:

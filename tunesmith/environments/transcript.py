@@ -79,15 +79,13 @@ class Transcript:
     @property
     def pairs(self) -> tuple[tuple[Segment, Segment], ...]:
         """Calls and their results."""
-        found = [(each, self._find_result(i)) for i, each in enumerate(self.segments) if each.kind == "call"]
-        return tuple((call, result) for call, result in found if result is not None)
+        found = self._match_results().items()
+        return tuple((self.segments[place], result) for place, result in found if result is not None)
 
     @property
     def open_calls(self) -> tuple[Segment, ...]:
-        """Calls at the end that have no result yet."""
-        return tuple(
-            each for i, each in enumerate(self.segments) if each.kind == "call" and self._find_result(i) is None
-        )
+        """Calls that have no result yet."""
+        return tuple(self.segments[place] for place, result in self._match_results().items() if result is None)
 
     @property
     def open_text(self) -> str:
@@ -119,8 +117,13 @@ class Transcript:
     @property
     def answer(self) -> str:
         r"""The final answer: inside of `<answer>` the last `\boxed{}`, else what is stated; empty without an answer."""
+        return read_prediction(self.answer_text)
+
+    @property
+    def answer_text(self) -> str:
+        """The text of the last answer, in the protocol `tags` with its opening tag; empty without an answer."""
         places = [place for place, each in enumerate(self.segments) if each.kind == "answer"]
-        return read_prediction(self._read_answer(places[-1])) if places else ""
+        return self._read_answer(places[-1]) if places else ""
 
     @property
     def text(self) -> str:
@@ -150,48 +153,62 @@ class Transcript:
         """The first segments, to be continued."""
         return replace(self, segments=self.segments[:num_segments], finish=None)
 
+    def drop_open_calls(self) -> Transcript:
+        """Without the calls that have no result."""
+        results = self._match_results()
+        kept = tuple(each for place, each in enumerate(self.segments) if results.get(place, each) is not None)
+        return replace(self, segments=kept)
+
     def force(self, text: str) -> Transcript:
-        """With text put in the model's mouth, to be continued; it is never trained."""
-        return replace(self.append(Segment(kind="forced", text=text)), finish=None)
+        """With text put in the model's mouth, to be continued, in place of calls that were not run; it is never
+        trained."""
+        return replace(self.drop_open_calls().append(Segment(kind="forced", text=text)), finish=None)
 
     def build_replies(self) -> tuple[Reply, ...]:
         """One reply per model call, for judges."""
         replies: list[Reply] = []
         texts: list[str] = []
+
+        def end_reply(**fields: Any) -> None:
+            replies.append(Reply(reasoning="".join(texts).strip(), **fields))
+            texts.clear()
+
+        results = self._match_results()
         for position, segment in enumerate(self.segments):
             match segment.kind:
                 case "call":
-                    found = self._find_result(position)
+                    found, written = results[position], segment.text
+                    if segment.arguments is not None:
+                        written = json.dumps(segment.arguments, ensure_ascii=False)
                     result = None if found is None else found.result
-                    arguments = (
-                        segment.text if segment.arguments is None else json.dumps(segment.arguments, ensure_ascii=False)
-                    )
-                    record = ToolCallRecord(name=segment.tool, arguments=arguments, result=result)
-                    replies.append(Reply(reasoning="".join(texts).strip(), calls=(record,)))
-                    texts = []
+                    end_reply(calls=(ToolCallRecord(name=segment.tool, arguments=written, result=result),))
                 case "answer":
-                    replies.append(Reply(reasoning="".join(texts).strip(), content=self._read_answer(position)))
-                    texts = []
+                    end_reply(content=self._read_answer(position))
                 case "thought" | "forced":
                     texts.append(segment.text)
         if texts:
-            replies.append(Reply(reasoning="".join(texts).strip()))
+            end_reply()
         return tuple(replies)
 
     def _read_answer(self, position: int) -> str:
         """The text of an answer, in the protocol `tags` from its opening tag on, which may have been forced."""
-        text = self.segments[position].text
-        if self.protocol == "native" or ANSWER_OPEN in text:
-            return text
-        _, opening, forced = self.cut(position).open_text.rpartition(ANSWER_OPEN)
-        return f"{opening}{forced}{text}" if opening else text
+        if self.protocol == "native":
+            return self.segments[position].text
+        _, opening, answer = self.cut(position + 1).open_text.rpartition(ANSWER_OPEN)
+        return f"{opening}{answer}" if opening else self.segments[position].text
 
-    def _find_result(self, position: int) -> Segment | None:
-        call = self.segments[position]
-        for segment in self.segments[position + 1 :]:
-            if segment.kind == "result" and segment.call_id == call.call_id:
-                return segment
-        return None
+    def _match_results(self) -> dict[int, Segment | None]:
+        """The result of each call, by the call's place; None without one. Servers may give several calls one id, whose
+        results are then in the order of the calls."""
+        found: dict[int, Segment | None] = {}
+        for place, segment in enumerate(self.segments):
+            if segment.kind == "call":
+                found[place] = None
+            elif segment.kind == "result":
+                waiting = [at for at, result in found.items() if result is None]
+                calls = [at for at in waiting if self.segments[at].call_id == segment.call_id]
+                found.update(dict.fromkeys(calls[:1], segment))
+        return found
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -232,8 +249,7 @@ def find_format_error(transcript: Transcript) -> str | None:
     """
     if transcript.finish != "answered":
         return f"there is no answer: {transcript.finish}"
-    answer = transcript.segments[-1].text
-    if not extract_boxed(answer) or not transcript.answer:
+    if not extract_boxed(transcript.answer_text) or not transcript.answer:
         return "the answer has no \\boxed{}"
     if transcript.protocol == "native":
         unreadable = [each for each in transcript.segments if each.failure in UNREADABLE]

@@ -47,7 +47,7 @@ def describe_error(error: BaseException, task: Task) -> str:
     """Type and message of an error; for a missing field of the task, also the fields that exist."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
-    text = str(error).strip()
+    text = read_message(error).strip()
     if isinstance(error, ValidationError) and error.title in (JudgeOutput.__name__, WorkflowOutput.__name__):
         found = [(".".join(map(str, each["loc"])), each["msg"], each["input"]) for each in error.errors()]
         text = "; ".join(f"{error.title}.{key}={value!r}: {message}" for key, message, value in found)
@@ -67,7 +67,15 @@ def advise_on_coroutine(message: str, *, is_sync: bool) -> str:
 
 def advise_on_client(error: BaseException) -> str:
     """What to change if the error is known to be about how a workflow calls the model, else nothing."""
-    return next((f"; {advice}" for start, advice in CLIENT_ERRORS.items() if str(error).startswith(start)), "")
+    return next((f"; {advice}" for start, advice in CLIENT_ERRORS.items() if read_message(error).startswith(start)), "")
+
+
+def read_message(error: BaseException) -> str:
+    """The message of an error of user code, whose `__str__` may raise too."""
+    try:
+        return str(error)
+    except Exception as failed:  # noqa: BLE001 - user code
+        return f"(its message cannot be read: {type(failed).__name__})"
 
 
 def format_traceback(error: BaseException) -> str:

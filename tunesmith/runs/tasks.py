@@ -40,7 +40,7 @@ def check_row_tools(tasks: Sequence[Task], section: EnvironmentSection, *, path:
         environment = load_environment(section)
         for task in named:
             try:
-                environment.select(task.row["tools"])
+                environment.for_task(task.row)
             except ValueError as error:
                 raise DataError(f"row {task.index} of {path!r}: {error}") from error
 

@@ -67,8 +67,11 @@ def load_mcp_tools(
     found = McpServer(server, settings or McpToolSection(), timeout_s=timeout_s)
     try:
         return found.load_tools(prefix=prefix, is_session=is_session)
-    except (ToolUnavailableError, RpcError, TimeoutError) as error:
+    except ToolUnavailableError as error:
         raise ConfigError(str(error)) from error
+    except (RpcError, TimeoutError) as error:
+        reason = str(error) or "no answer in start_timeout_s"
+        raise ConfigError(f"{found.label} does not list its tools: {reason}") from error
 
 
 class McpServer:
@@ -190,9 +193,9 @@ class McpServer:
 
     def _build_tool(self, listed: Mapping[str, Any], *, prefix: str | None, is_session: bool) -> Tool:
         name = str(listed["name"])
-        parameters = drop_titles(listed.get("inputSchema") or {})
         shown = re.sub(r"[^\w-]", "_", name if prefix is None else f"{prefix}__{name}", flags=re.ASCII)
         try:
+            parameters = drop_titles(listed.get("inputSchema") or {})
             return Tool(
                 name=shown,
                 description=" ".join(str(listed.get("description") or listed.get("title") or name).split()),
@@ -212,10 +215,11 @@ class McpServer:
         if not isinstance(content, list):
             raise ToolUnavailableError(f"{self.label} answered a call of {tool} with no content: {str(result)[:200]}")
         for part in content:
-            if part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text" or "text" not in part:
                 raise ToolUnavailableError(
-                    f"the tool {tool} of {self.label} returned a part of type {part.get('type')}; only text is "
-                    "supported: leave the tool out (settings.tools)"
+                    f"the tool {tool} of {self.label} returned a part of type {kind}; only text is supported: leave "
+                    "the tool out (settings.tools)"
                 )
         text = "\n".join(str(part["text"]) for part in content)
         if not content and result.get("structuredContent") is not None:

@@ -138,16 +138,12 @@ def adapt_checks(standard: Mapping[str, Check]) -> dict[str, Check]:
 def describe(error: ValidationError) -> str:
     """A sentence that names the argument, as in "the argument 'order'['parts'][0] must be of type string"."""
     first, *rest = error.absolute_path or ("",)
-    name = f"the argument {first!r}" + "".join(f"[{shorten(each)}]" for each in rest) if first else "the arguments"
+    name = f"the argument {first!r}" + "".join(f"[{each!r:.60}]" for each in rest) if first else "the arguments"
     if error.validator == "required":
         missing = next(each for each in error.validator_value if each not in error.instance)
         return f"{name} has no {missing!r}"
     clauses = list_clauses(list_alternatives(error))
     return f"{name} must {' or '.join(clauses)}" if clauses else f"{name}: {error.message[:MAX_MESSAGE_CHARS]}"
-
-
-def shorten(key: Any) -> str:
-    return repr(key[:60] if isinstance(key, str) else key)
 
 
 def list_alternatives(error: ValidationError) -> list[ValidationError]:

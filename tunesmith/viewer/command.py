@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from tunesmith.errors import StorageError
+from tunesmith.storage import clean_terminal
 from tunesmith.viewer.answers.search import Filters, select
 from tunesmith.viewer.answers.steps import describe_rollout
 from tunesmith.viewer.answers.table import Answers
@@ -73,7 +73,7 @@ def print_step(run: Run, step: int | None, wanted: Filters, *, limit: int, conso
     rewards = rows["reward"][rows["failure"] == NO_FAILURE]
     mean = f"{rewards.mean():.4g}" if len(rewards) else "none"
     num_failures = int((rows["failure"] != NO_FAILURE).sum())
-    console.print(Rule(f"{clean(run.name)}  step {number}"))
+    console.print(Rule(f"{clean_terminal(run.name)}  step {number}"))
     num_groups = len(set(rows["group"].tolist()))
     console.print(f"{num_groups} groups, {len(rows)} rollouts, mean reward {mean}, {num_failures} failed")
     found = rows[select(run, rows, wanted)]
@@ -93,36 +93,30 @@ def format_rollout(rollout: dict[str, Any]) -> Panel:
         for message in conversation["messages"]:
             lines += format_message(message)
     if not rollout["conversations"] and rollout["response"]:
-        lines.append(Text(clean(rollout["response"])))
+        lines.append(show_text(rollout["response"]))
     failure = rollout["failure"]
     if failure is not None:
         where = f" ({failure['line']})" if failure["line"] else ""
-        lines.append(Text(clean(f"failed in {failure['where']}: {failure['message']}{where}"), style="bold red"))
+        lines.append(show_text(f"failed in {failure['where']}: {failure['message']}{where}", "bold red"))
         if failure["traceback"]:
-            lines.append(Text(clean(failure["traceback"].rstrip()), style="red"))
+            lines.append(show_text(failure["traceback"].rstrip(), "red"))
     reward = "failed" if rollout["reward"] is None else f"reward {rollout['reward']:.4g}"
     advantage = "not trained" if rollout["advantage"] is None else f"advantage {rollout['advantage']:+.4g}"
     title = f"{rollout['task_id']}  group {rollout['group']} rollout {rollout['run']}  {reward}  {advantage}"
     counts = f"{rollout['num_turns']} turns, {rollout['num_tokens']} tokens, {rollout['duration_s']:.1f} s"
-    return Panel(Group(*lines), title=Text(clean(title)), subtitle=counts, title_align="left", subtitle_align="right")
+    return Panel(Group(*lines), title=show_text(title), subtitle=counts, title_align="left", subtitle_align="right")
 
 
 def format_message(message: dict[str, Any]) -> list[Text | Rule]:
     style = STYLES.get(message["role"], "")
-    lines: list[Text | Rule] = [Text(clean(message["role"]), style=f"bold {style}")]
+    lines: list[Text | Rule] = [show_text(message["role"], f"bold {style}")]
     if message.get("reasoning"):
-        lines.append(Text(clean(message["reasoning"]), style="italic dim"))
+        lines.append(show_text(message["reasoning"], "italic dim"))
     if message["content"].strip():
-        lines.append(Text(clean(message["content"].strip("\n")), style="dim" if style == "dim" else ""))
-    lines += [
-        Text(clean(f"-> {call['name']}({call['arguments']})"), style="yellow")
-        for call in message.get("tool_calls") or ()
-    ]
-    return lines
+        lines.append(show_text(message["content"].strip("\n"), "dim" if style == "dim" else ""))
+    calls = message.get("tool_calls") or ()
+    return [*lines, *(show_text(f"-> {call['name']}({call['arguments']})", "yellow") for call in calls)]
 
 
-def clean(text: str) -> str:
-    """The text without characters that control a terminal: a model may have written such."""
-    return "".join(
-        char if char in "\n\t" or unicodedata.category(char) not in {"Cc", "Cf", "Cs"} else "\ufffd" for char in text
-    )
+def show_text(text: str, style: str = "") -> Text:
+    return Text(clean_terminal(text), style=style)

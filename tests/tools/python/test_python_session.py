@@ -162,6 +162,15 @@ def test_a_time_limit_of_the_tool_is_an_observation_and_the_next_call_works():
     ]
 
 
+def test_a_session_has_the_limit_of_code_of_stateless_calls(tool):
+    async def call():
+        built = tool.build_tool(is_session=True)
+        async with built.open_session() as run:
+            return await built.call({"code": "#" * 1_000_001}, run=run)
+
+    assert asyncio.run(call()).text.startswith("Error: the code is longer than 1000000 characters")
+
+
 def test_a_closed_session_refuses_calls(tool):
     async def run():
         session = tool.session()

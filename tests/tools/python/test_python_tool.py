@@ -118,10 +118,10 @@ def test_long_results_lose_their_middle():
 
 def test_the_schema_names_packages_and_limits():
     tool = PythonTool(PythonToolSection(packages=("numpy",), wall_s=2.5))
-    function = tool.schema["function"]
+    function = tool.build_tool().schema["function"]
     assert function["name"] == "python" and function["parameters"]["required"] == ["code"]
     assert "the standard library and numpy" in function["description"] and "2.5 s" in function["description"]
-    assert "kept between calls" in tool.build_schema(is_session=True)["function"]["description"]
+    assert "kept between calls" in tool.build_tool(is_session=True).schema["function"]["description"]
 
 
 @pytest.mark.parametrize(

@@ -118,10 +118,7 @@ def reopen_end(transcript: Transcript, text: str, *, kind: Literal["thought", "f
     A final answer becomes part of the thought. A transcript without an answer keeps all its steps; calls at its end
     that were never run are left out.
     """
-    segments = list(transcript.segments)
-    open_calls = {call.call_id for call in transcript.open_calls}
-    while segments and segments[-1].kind == "call" and segments[-1].call_id in open_calls:
-        segments.pop()
+    segments = list(transcript.drop_open_calls().segments)
     answer = segments.pop() if segments and segments[-1].kind == "answer" else None
     if transcript.protocol == "native":
         if answer is not None:
@@ -355,7 +352,6 @@ EXAMPLES: Mapping[Goal, tuple[Mapping[str, Any], str]] = {
 
 
 def build_model_analyst(model: Any) -> Role:
-
     async def analyst(request: RoleRequest) -> Finding | None:
         reply = await ask(model, request, trajectory=quote_steps(request.steps))
         number = NUMBER.fullmatch(read_tag(reply, "step"))
@@ -367,7 +363,6 @@ def build_model_analyst(model: Any) -> Role:
 
 
 def build_model_author(model: Any) -> Role:
-
     async def author(request: RoleRequest) -> StepDraft | list[str] | str | None:
         if request.goal == "replace_step":
             return read_draft(await ask(model, request, **describe_step(request)))

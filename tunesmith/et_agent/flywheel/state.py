@@ -190,11 +190,8 @@ def find_fresh_records(records: Sequence[Record], states: Mapping[str, QuestionS
     marked = []
     for record in records:
         state = states[record.plan.question_id]
-        if (
-            record.transcript is not None
-            and record.outcome == "kept"
-            and describe_text(record.transcript) in state.texts
-        ):
+        transcript = record.transcript if record.outcome == "kept" else None
+        if transcript is not None and describe_text(transcript) in state.texts:
             record = Record(plan=record.plan, outcome="duplicate", step=record.step, tokens=record.tokens)
         state.add(record)
         marked.append(record)

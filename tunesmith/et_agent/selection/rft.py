@@ -147,7 +147,6 @@ def embed_texts(texts: Sequence[str], name: str) -> Floats:
 
 
 def format_diversity(before: Mapping[str, float | None], after: Mapping[str, float | None]) -> list[list[str]]:
-
     def show(value: float | None) -> str:
         if value is None:
             return "-"

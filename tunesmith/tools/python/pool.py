@@ -33,10 +33,6 @@ OnStart = Callable[[], None]
 logger = logging.getLogger(__name__)
 
 
-def ignore_start() -> None:
-    """The default of `on_start`."""
-
-
 class CancelledCallError(Exception):
     """The caller gave up; raised in the thread of the call, where nobody waits for it."""
 
@@ -98,7 +94,7 @@ class WorkerPool:
         self._is_closed = False
         weakref.finalize(self, _close_workers, self._idle)
 
-    async def run(self, code: str, on_start: OnStart = ignore_start) -> PythonResult:
+    async def run(self, code: str, on_start: OnStart = lambda: None) -> PythonResult:
         """The result of the code in a worker; `on_start` is called when a worker takes it."""
         limit = asyncio.timeout(self._max_wait_s)
 

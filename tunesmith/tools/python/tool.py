@@ -12,7 +12,6 @@ import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any
 
 from tunesmith.config.tools import PythonToolSection
 from tunesmith.errors import SandboxError
@@ -22,11 +21,10 @@ from tunesmith.tools.python.pool import (
     OnStart,
     PendingCall,
     WorkerPool,
-    ignore_start,
     run_in_threads,
 )
 from tunesmith.tools.python.worker_process import Launcher, WorkerProcess
-from tunesmith.tools.tool import Run, Tool, ToolResult, hold_time_limit
+from tunesmith.tools.tool import Run, Tool, ToolInputError, ToolResult, hold_time_limit
 
 
 class PythonSession:
@@ -49,7 +47,7 @@ class PythonSession:
         self.history: list[tuple[str, PythonResult]] = []
         """Code and result of each call since the session started or lost its variables."""
 
-    async def __call__(self, code: str, *, on_start: OnStart = ignore_start) -> PythonResult:
+    async def __call__(self, code: str, *, on_start: OnStart = lambda: None) -> PythonResult:
         """Run code; `SandboxError` if the worker is lost, and with it the state. `on_start`: the worker takes it."""
         if self._is_closed:
             raise SandboxError("this Python session is closed")
@@ -141,21 +139,9 @@ class PythonTool:
         self.settings = settings or PythonToolSection()
         self._pool = WorkerPool(self.settings)
 
-    async def __call__(self, code: str, *, on_start: OnStart = ignore_start) -> PythonResult:
+    async def __call__(self, code: str, *, on_start: OnStart = lambda: None) -> PythonResult:
         """Run code in a process that ends with the call; `on_start` is called when a worker takes it."""
-        if len(code) > MAX_CODE_CHARS:
-            text = f"Error: the code is longer than {MAX_CODE_CHARS} characters"
-            return PythonResult(outcome="error", text=text, stdout="", stderr="")
         return shorten_result(await self._pool.run(code, on_start), self.settings.max_result_chars)
-
-    def build_schema(self, *, is_session: bool = False) -> dict[str, Any]:
-        """The tool schema for chat requests."""
-        return self.build_tool(is_session=is_session).schema
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        """The tool schema of stateless calls."""
-        return self.build_schema()
 
     def build_tool(self, *, is_session: bool = False) -> Tool:
         """The `Tool` of an environment; with `is_session`, variables are kept during a rollout.
@@ -166,6 +152,8 @@ class PythonTool:
 
         def bind(python: PythonTool | PythonSession) -> Run:
             async def run(code: str) -> ToolResult:
+                if len(code) > MAX_CODE_CHARS:
+                    raise ToolInputError(f"the code is longer than {MAX_CODE_CHARS} characters")
                 result = await python(code, on_start=hold_time_limit())
                 return ToolResult(text=result.text, failure="" if result.outcome == "ok" else result.outcome)
 

@@ -324,8 +324,7 @@ class SearchTool:
                 f"the query has {len(text)} characters; at most {self.settings.max_query_chars} are allowed"
             )
         state = self._find_state()
-        task = state.running.get(text)
-        if task is None:
+        if (task := state.running.get(text)) is None:
             task = state.running[text] = asyncio.create_task(self._search_in_time(state.client, text))
             task.add_done_callback(lambda _: state.running.pop(text, None))
         return await asyncio.shield(task)  # a caller that is cancelled leaves the search to the others
@@ -350,8 +349,7 @@ class SearchTool:
 
     async def aclose(self) -> None:
         """Close connections of the running event loop, and the cache."""
-        state = self._states.pop(asyncio.get_running_loop(), None)
-        if state is not None:
+        if (state := self._states.pop(asyncio.get_running_loop(), None)) is not None:
             await state.client.aclose()
         if self._cache is not None:
             self._cache.close()
@@ -374,8 +372,7 @@ class SearchTool:
         if self._cache is None:
             return await self._source.search(client, query, top_n)
         key = await self._build_key(client, query)
-        cached = await asyncio.to_thread(self._cache.get, key)
-        if cached is not None:
+        if (cached := await asyncio.to_thread(self._cache.get, key)) is not None:
             return cached
         passages = await self._source.search(client, query, top_n)
         # the server may have answered from another index than the one known before
@@ -389,8 +386,7 @@ class SearchTool:
 
     def _find_state(self) -> _LoopState:
         loop = asyncio.get_running_loop()
-        state = self._states.get(loop)
-        if state is None:
+        if (state := self._states.get(loop)) is None:
             limits = httpx.Limits(max_connections=MAX_CONNECTIONS)
             # the limits of time are those of an attempt as a whole
             state = self._states[loop] = _LoopState(httpx.AsyncClient(limits=limits, timeout=None))

@@ -83,8 +83,7 @@ def diff_rollouts(runs: Sequence[Run], before: str, after: str) -> dict[str, Any
         stored = run.load_rollout(step, group, index)
         text = run.text
         conversations = [] if text is None else build_conversations(stored, text)
-        shown = "\n\n".join(map(format_conversation, conversations)) or stored.trajectory.response_text
-        texts.append(shown)
+        texts.append("\n\n".join(map(format_conversation, conversations)) or stored.trajectory.response_text)
         titles.append(
             {"run": number, "step": step, "group": group, "rollout": index, "reward": stored.trajectory.reward}
         )
