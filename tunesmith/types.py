@@ -22,9 +22,9 @@ from pydantic_core import PydanticCustomError
 from tunesmith.arguments import suggest_name
 from tunesmith.errors import ConfigError
 
-StopReason = Literal["eos", "stop", "length", "context", "deadline", "cancelled"]
-"""Why a turn ended: an end-of-sequence token, a stop string or stop token, `max_tokens`, the model's context, the
-request's deadline, or a client disconnect."""
+StopReason = Literal["eos", "stop", "length", "context", "cancelled"]
+"""Why a turn ended: an end-of-sequence token, a stop string or stop token, `max_tokens`, the model's context, or its
+caller, who left."""
 TRUNCATED: frozenset[StopReason] = frozenset({"length", "context"})
 """Stop reasons of a reply that was cut off by its length."""
 
@@ -253,8 +253,6 @@ class Sampling:
     """Seed and token position determine every draw, independent of the batch."""
     ignore_eos: bool = False
     """Continue after end-of-sequence ids, for benchmarks of fixed length."""
-    deadline_s: float | None = None
-    """Seconds from the request's arrival after which it ends with stop reason `deadline`."""
     return_entropy: bool = False
     """Return the entropy, in nats, of the distribution that each token was sampled from."""
     top_logprobs: int = 0

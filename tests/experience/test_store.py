@@ -60,7 +60,7 @@ distributions = st.builds(
     bad_words=st.lists(st.lists(ids, max_size=2).map(tuple), max_size=2).map(tuple),
     grammar=st.sampled_from(["", 'start: "x"']),
 )
-stop_reasons = st.sampled_from(["eos", "stop", "length", "context", "deadline", "cancelled"])
+stop_reasons = st.sampled_from(["eos", "stop", "length", "context", "cancelled"])
 
 
 @st.composite

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -109,7 +108,6 @@ class LocalEngine(BaseEngine):
         self._check(prompt_ids, sampling)
         grammar = sampling.distribution.grammar
         token_matcher = self.grammars.open(grammar) if grammar else None
-        deadline_at = None if sampling.deadline_s is None else time.monotonic() + sampling.deadline_s
         self._bind_loop()
         is_before_hold = self._hold_ended is None
         await self._queue_places.acquire()
@@ -117,9 +115,7 @@ class LocalEngine(BaseEngine):
             self._queue_places.release()
             await self._hold_ended.wait()
             await self._queue_places.acquire()
-        state = self._build_state(
-            prompt_ids, sampling, on_tokens=on_tokens, order=order, deadline_at=deadline_at, token_matcher=token_matcher
-        )
+        state = self._build_state(prompt_ids, sampling, on_tokens=on_tokens, order=order, token_matcher=token_matcher)
         if isinstance(on_tokens, DeferredTokens):
             on_tokens.read, state.on_tokens = partial(self._copy_tokens, state.request), None
         self._inbox.append(state)
@@ -274,21 +270,11 @@ class LocalEngine(BaseEngine):
             state = self._output_processor.states.get(self._cancelled.popleft())
             if state is not None:
                 self._output_processor.finish(state, "cancelled")
-        self._finish_expired()
         self._stepper.step()
 
     def _receive_requests(self) -> None:
         while self._inbox:
             self._output_processor.add_request(self._inbox.popleft())
-
-    def _finish_expired(self) -> None:
-        """Finish requests whose deadline has passed; most requests have none."""
-        if not self._output_processor.num_deadlines:
-            return
-        now = time.monotonic()
-        for state in list(self._output_processor.states.values()):
-            if state.request.deadline_at is not None and state.request.deadline_at < now:
-                self._output_processor.finish(state, "deadline")
 
     def _schedule_delivery(self) -> None:
         """Let the event loop deliver the output since the last call."""

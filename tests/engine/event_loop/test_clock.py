@@ -70,13 +70,6 @@ def test_cancelling_a_task_frees_its_blocks_and_other_requests_continue(mode: Ca
     assert engine._output_processor.scheduler.pool.num_available == engine._runner.num_blocks
 
 
-def test_a_deadline_ends_a_request_with_the_tokens_sampled_so_far(mode: Callable) -> None:
-    engine = build_engine(max_model_len=100_000, kv_cache_tokens=100_000)
-    completion = mode(engine.generate([1], Sampling(max_tokens=50_000, deadline_s=0.05)))
-    assert completion.stop_reason == "deadline"
-    assert len(completion.sampled_ids) < 50_000
-
-
 def test_a_failing_step_is_raised_to_every_caller_and_the_engine_recovers(mode: Callable) -> None:
     engine = build_engine()
     head = engine._runner.model.get_output_embeddings()

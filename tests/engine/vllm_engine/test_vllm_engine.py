@@ -110,10 +110,6 @@ def test_requests_end_as_in_the_engine_of_this_process(engine, settings, num_tok
     assert len(completion.sampled_ids) == num_tokens
 
 
-def test_a_deadline_ends_a_request(engine, limited):
-    assert sample(engine, max_tokens=60, deadline_s=0.01).stop_reason == "deadline"
-
-
 def test_a_prompt_that_fills_the_context_is_refused(engine):
     with pytest.raises(ValueError, match="a prompt of 64 tokens fills the context of 64"):
         sample(engine, prompt=[1] * 64)

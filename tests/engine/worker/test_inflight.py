@@ -99,21 +99,3 @@ def test_the_next_turn_of_a_conversation_reuses_the_blocks_filled_by_bursts() ->
     (first,) = generate_all(engine, [PROMPT], Sampling(max_tokens=NUM_TOKENS))
     (second,) = generate_all(engine, [[*PROMPT, *first.sampled_ids, 5]], Sampling(max_tokens=3))
     assert second.num_cached_tokens == (len(PROMPT) + NUM_TOKENS - 1) // 4 * 4
-
-
-def test_a_deadline_ends_a_request_with_all_tokens_of_read_bursts() -> None:
-    engine = build_engine_with_eos([], max_model_len=4000)
-    received: list[int] = []
-
-    async def run() -> list[Completion]:
-        sampling = Sampling(max_tokens=3900, deadline_s=0.3)
-        calls = [engine.generate(PROMPT, sampling, on_tokens=lambda ids, _: received.extend(ids))]
-        calls += [engine.generate(PROMPT, sampling)]
-        return await asyncio.gather(*calls)
-
-    streamed, silent = run_lockstep(run())
-    assert streamed.stop_reason == silent.stop_reason == "deadline"
-    assert streamed.sampled_ids == tuple(received)
-    num_both = min(len(streamed.sampled_ids), len(silent.sampled_ids))
-    assert num_both > 0
-    assert streamed.sampled_ids[:num_both] == silent.sampled_ids[:num_both]

@@ -143,7 +143,6 @@ class LoggedEndpoint(ChatEndpoint):
 ENDINGS: dict[StopReason, str] = {
     "length": "raise model.max_tokens, or ask for shorter replies",
     "context": "raise model.max_model_len, or shorten the history",
-    "deadline": "raise the request's deadline",
     "cancelled": "await every call before the workflow returns",
 }
 """Stop reasons of replies that are incomplete, and what to change."""

@@ -114,8 +114,6 @@ def choose_pass_at_k(num_samples: int) -> tuple[int, ...]:
     return tuple(sorted(powers | {num_samples}))
 
 
-CUT_OFF = TRUNCATED | {"deadline"}
-"""Stop reasons of a turn that the model did not end itself."""
 MAX_FIELD_CHARS = 2000
 """Longer text of a task's row is cut in the results of evaluations."""
 REWARD = "reward"
@@ -190,7 +188,7 @@ def score_trajectory(trajectory: Trajectory, renderer: Renderer) -> SampleScore:
         sampled_tokens=trajectory.num_sampled_tokens,
         tool_calls=count_tool_calls(trajectory, renderer),
         turns=len(trajectory.turns),
-        truncated=any(turn.stop_reason in CUT_OFF for turn in trajectory.turns),
+        truncated=any(turn.stop_reason in TRUNCATED for turn in trajectory.turns),
     )
 
 

@@ -68,8 +68,6 @@ class OutputProcessor:
         """The state of each request by its id."""
         self._token_buffer = TokenBuffer(scheduler.max_num_seqs)
         self.counts: Counter[str] = Counter()
-        self.num_deadlines = 0
-        """Requests that have a deadline."""
         self._output = StepOutput()
 
     def continue_from(self, other: OutputProcessor) -> None:
@@ -84,7 +82,6 @@ class OutputProcessor:
 
     def add_request(self, state: RequestState) -> None:
         self.states[state.request.request_id] = state
-        self.num_deadlines += state.request.deadline_at is not None
         self.scheduler.add(state.request)
 
     def hold(self) -> None:
@@ -169,8 +166,8 @@ class OutputProcessor:
     def finish(self, state: RequestState, stop_reason: StopReason) -> None:
         """Remove a request from the scheduler and complete it."""
         self.flush(state.request)
-        # of a request that is cut off, tokens may be in the device's queue
-        routes = None if stop_reason in ("cancelled", "deadline") else self.read_routes(state.request)
+        # of a request that is cancelled, tokens may be in the device's queue
+        routes = None if stop_reason == "cancelled" else self.read_routes(state.request)
         self.scheduler.remove(state.request)
         self._output.results.append((state, replace(state.request.complete(stop_reason), routes=routes)))
         self._remove(state)
@@ -201,7 +198,6 @@ class OutputProcessor:
         del self.states[state.request.request_id]
         if self.drafter is not None:
             self.drafter.end(state.request)
-        self.num_deadlines -= state.request.deadline_at is not None
         self._free_place(state)
 
     def _free_place(self, state: RequestState) -> None:

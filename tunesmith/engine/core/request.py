@@ -36,8 +36,6 @@ class Request:
     sampling: Sampling
     order: tuple[int, ...] = ()
     """That of its session, then the index of the call and of the choice."""
-    deadline_at: float | None = None
-    """Time on the monotonic clock, in seconds, after which the request ends."""
     max_model_len: int = sys.maxsize
     token_matcher: TokenMatcher | None = None
     """The state of the reply under the grammar of its distribution."""

@@ -1,7 +1,7 @@
 """Where the reply of a request ends: every condition that sampled tokens decide is here, for all engines.
 
 A condition is a field of `Sampling`, its check in `check_stops`, and a case of `StopConditions.find_end`; one that has
-to look at every token also sets `has_stops`. Cancellations and deadlines come from outside and are not among them.
+to look at every token also sets `has_stops`. Cancellations come from outside and are not among them.
 """
 
 from __future__ import annotations

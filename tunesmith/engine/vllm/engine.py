@@ -146,7 +146,7 @@ class VllmEngine(BaseEngine):
         self._weight_push_s += time.perf_counter() - started_at
 
     async def _run(self, state: RequestState) -> Completion:
-        request_id, deadline_s = state.request.request_id, state.request.sampling.deadline_s
+        request_id = state.request.request_id
         if not self._connection.is_open:
             raise EngineError(self._process.explain_end())
         if self._pushed_version is None:
@@ -154,14 +154,9 @@ class VllmEngine(BaseEngine):
         self._states[request_id] = state
         if not self._is_paused:
             self._submit(state)
-        timer = None
-        if deadline_s is not None:
-            timer = asyncio.get_running_loop().call_later(deadline_s, self._finish, state, "deadline")
         try:
             return await state.future
         finally:
-            if timer is not None:
-                timer.cancel()
             self._states.pop(request_id, None)
             if request_id in self._submitted and self._connection.is_open:
                 self._connection.send({"op": "abort", "ids": [request_id]})
