@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -325,6 +326,18 @@ def test_what_an_error_of_memory_advises_may_change_when_a_run_resumes(tmp_path)
         open_run_folder(build_config(tmp_path, continue_from_checkpoint=True, **less | {"engine": engine}))
 
 
+def test_a_run_resumes_at_another_address(tmp_path):
+    """Its port may be taken, and the error says to choose another."""
+    with open_run_folder(build_config(tmp_path, serve={"mode": "online"})) as run:
+        commit(run.paths, 4)
+    moved = {"mode": "online", "port": 9000, "max_requests": 64, "feedback_timeout_s": 60.0, "max_sessions": 9}
+    changes = {"rollout": {"http_port": 9001}, "continue_from_checkpoint": True}
+    with open_run_folder(build_config(tmp_path, serve=moved, **changes)) as run:
+        assert load_section(RunConfig, run.paths.config).serve.port == 9000
+    with pytest.raises(ConfigError, match=r"settings: serve.mode was 'online', is 'tasks'\. Restore"):
+        open_run_folder(build_config(tmp_path, serve={"port": 9000}, **changes))
+
+
 def test_a_run_is_not_resumed_with_other_rows_and_one_of_an_earlier_version_is(tmp_path):
     rows = {"train_dataset": "1", "eval_datasets.test": "2"}
     with open_run_folder(build_config(tmp_path), sources=rows) as run:
@@ -351,7 +364,8 @@ def test_all_keys_that_may_change_exist():
         section = RunConfig
         for name in key.split("."):
             field = section.model_fields[name]
-            section = type(field.get_default(call_default_factory=True))
+            default = field.get_default(call_default_factory=True)
+            section = get_args(field.annotation)[0] if default is None and "." in key else type(default)
 
 
 def test_only_one_process_opens_a_run_folder(tmp_path):

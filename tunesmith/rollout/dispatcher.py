@@ -409,20 +409,18 @@ class Dispatcher:
         self, groups: Sequence[FinishedGroup], requests: Sequence[GroupRequest]
     ) -> list[FinishedGroup]:
         """Run one more rollout of each task, and set the groups' baseline rewards."""
-        baselines = []
-        for request in requests:
-            seed, *place = request.seed
-            baselines.append(
-                replace(
-                    request,
-                    number=self._num_started,
-                    size=1,
-                    seed=(derive_seed(seed, "baseline"), *place),
-                    sampling=self._plan.baseline_sampling,
-                    is_trained=False,
-                )
+        baselines = [
+            replace(
+                request,
+                number=number,
+                size=1,
+                seed=(derive_seed(request.seed[0], "baseline"), *request.seed[1:]),
+                sampling=self._plan.baseline_sampling,
+                is_trained=False,
             )
-            self._num_started += 1
+            for number, request in enumerate(requests, start=self._num_started)
+        ]
+        self._num_started += len(baselines)
         found = await self._run(baselines, len(baselines))
         rewards = [each.group.trajectories[0].reward for each in found]
         return [

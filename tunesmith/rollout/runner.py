@@ -37,6 +37,7 @@ from tunesmith.rollout.signature import is_sync_function, list_parameters
 from tunesmith.rollout.time_limit import UncountedTime
 from tunesmith.rollout.user_code import ThreadCall, UserCoroutine
 from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, BlockedTime, EventLoopWatchdog
+from tunesmith.storage import clean_text
 from tunesmith.tool_log import CURRENT_LOG
 from tunesmith.types import (
     MAX_METRIC,
@@ -346,9 +347,10 @@ def _check_reward(where: FailureWhere, func: Callable[..., Any], reward: float |
 def _check_metrics(
     where: FailureWhere, func: Callable[..., Any], metrics: Mapping[str, float] | None
 ) -> dict[str, float]:
-    for name, value in (metrics or {}).items():
+    named = {clean_text(name): value for name, value in (metrics or {}).items()}  # trackers write names as UTF-8
+    for name, value in named.items():
         _check_number(where, func, value, f"metric {name}={value:g}", limit=MAX_METRIC)
-    return dict(metrics or {})
+    return named
 
 
 def _check_number(where: FailureWhere, func: Callable[..., Any], value: float, shown: str, *, limit: float) -> None:

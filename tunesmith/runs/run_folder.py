@@ -43,10 +43,12 @@ MUTABLE_KEYS = (
     "total_steps", "save_interval_steps", "save_interval_s", "keep_checkpoints", "keep_best", "early_stopping",
     "callbacks", "steps_per_file", "evaluation.interval_steps", "evaluation.at_start", "monitor", "cluster",
     "rollout.assignment", "rollout.timeout_s", "rollout.thread_patience_s", "rollout.max_failure_rate",
+    "rollout.http_port", "rollout.max_body_mib", "serve.host", "serve.port", "serve.public_url", "serve.api_key_env",
+    "serve.lost_after_s", "serve.feedback_timeout_s", "serve.max_sessions", "serve.max_requests",
     "trainer.mismatch_warn", "trainer.mismatch_stop", *SPEED_KEYS,
 )  # fmt: skip
 """Keys that may change when a run is resumed: paths, length, saving, evaluation, callbacks, reporting and failure
-limits, the number of ranks, memory and speed."""
+limits, addresses and limits of servers, the number of ranks, memory and speed."""
 
 
 class RunFolder(Workspace):

@@ -134,10 +134,30 @@ async def test_requests_without_a_session_or_with_a_wrong_reward_are_refused():
         assert (
             await served.client.post("/v1/chat/completions", json={}, headers={"X-Session-Id": "s"})
         ).status_code == 400
-        assert read_error(await served.reward()) == (409, "the session has no model call to give feedback on")
+        assert read_error(await served.reward()) == (409, "the session has no completion to give feedback on")
         await served.call()
         assert read_error(await served.reward(reward=None)) == (400, "reward: missing; post a number")
         assert (await served.reward()).status_code == 200
+
+
+async def test_a_conversation_whose_calls_were_all_refused_takes_no_feedback():
+    """It would be a failed rollout, and enough of them end the run."""
+    async with serve() as served:
+        served.service.recorder.engine.max_model_len = 2
+        assert (await served.call()).status_code == 400
+        assert read_error(await served.reward()) == (409, "the session has no completion to give feedback on")
+        served.service.recorder.engine.max_model_len = 1000
+        await served.call()
+        assert (await served.reward()).status_code == 200
+        assert len((await served.run()).turns) == 1
+
+
+async def test_names_of_metrics_that_no_tracker_can_write_are_replaced():
+    async with serve() as served:
+        await served.call()
+        body = '{"reward": 1, "metrics": {"stars \\ud800": 4}}'
+        assert (await served.client.post("/sessions/s/reward", content=body)).status_code == 200
+        assert (await served.run()).metrics == {"stars \ufffd": 4.0}
 
 
 async def test_every_request_asks_for_the_key():

@@ -170,6 +170,9 @@ async def test_the_attempts_of_a_lost_rank_are_offered_no_longer_and_their_repor
         assert (await served.client.get("/health")).json()["num_open"] == 0
         reply = await served.report(taken, reward=1)
         assert reply.status_code == 503 and "the rank of the attempt does not answer" in read_message(reply)
+        served.queues[0].finish()  # ranks end with the run, and late workers are told so
+        late = await served.report(taken, reward=1)
+        assert (late.status_code, read_message(late)) == (410, "the attempt has ended: the run has ended")
         for each in rollouts:
             each.cancel()
 

@@ -115,7 +115,7 @@ async def test_waiting_workers_learn_that_the_run_has_ended():
 
 async def test_a_worker_that_asks_after_the_end_of_the_run_learns_of_it():
     async def ask_late(queue, url):
-        await until(lambda: queue._is_finished)
+        await until(lambda: queue.is_finished)
         async with httpx.AsyncClient(base_url=url) as client:
             return await client.get("/tasks/next", params={"worker": "late"})
 
@@ -131,7 +131,7 @@ async def test_a_worker_that_asks_after_the_end_of_the_run_learns_of_it():
 
 async def test_each_of_several_workers_without_a_name_learns_of_the_end():
     async def ask_in_turn(queue, url):
-        await until(lambda: queue._is_finished)
+        await until(lambda: queue.is_finished)
         async with httpx.AsyncClient(base_url=url, headers={"Connection": "close"}) as client:
             replies = [await client.get("/tasks/next")]
             await asyncio.sleep(0.2)  # the other worker works for longer

@@ -132,8 +132,8 @@ class LiveSessions:
         """Raise ApiError if there is no session that waits for feedback."""
         live = self._open.get(session_id)
         if live is not None:
-            if live.session.num_calls == 0:
-                raise ApiError(409, "the session has no model call to give feedback on")
+            if live.session.find_oldest_version() is None:  # a rollout without tokens would be a failure of the run
+                raise ApiError(409, "the session has no completion to give feedback on")
             return
         if session_id in self._rewarded:
             raise ApiError(409, "the session has its feedback, and no model call since")

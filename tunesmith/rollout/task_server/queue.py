@@ -87,7 +87,7 @@ class TaskQueue:
         self._num_away: Counter[str] = Counter()
         """By name, which workers may share: those whose attempt or request has ended and that have not asked since."""
         self._has_returned = asyncio.Event()
-        self._is_finished = False
+        self.is_finished = False
         self._elsewhere: OrderedDict[str, PassOn] = OrderedDict()
         """By attempt of another rank, ended ones too: their rank says why it refuses what comes late."""
         self.offer: Callable[[Attempt], contextlib.AbstractContextManager[None]] = self.offered
@@ -161,7 +161,7 @@ class TaskQueue:
         self._count_return(worker)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while not self._waiting and not self._is_finished:
+                while not self._waiting and not self.is_finished:
                     self._has_news.clear()
                     await self._has_news.wait()  # all who wait are woken, in the order in which they asked
         if self._waiting:
@@ -172,7 +172,7 @@ class TaskQueue:
             self._num_at_work[attempt.rank] += 1
             attempt.taken.set()
             return attempt
-        if self._is_finished:
+        if self.is_finished:
             raise ApiError(410, "the run has ended: there are no more tasks")
         self._num_away[worker] += 1
         return None
@@ -213,7 +213,7 @@ class TaskQueue:
 
     def finish(self) -> None:
         """The run has ended: waiting workers learn it."""
-        self._is_finished = True
+        self.is_finished = True
         self._has_news.set()
 
     async def wait_for_workers(self, timeout_s: float) -> None:

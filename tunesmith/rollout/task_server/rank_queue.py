@@ -111,6 +111,8 @@ class OtherRank:
         try:
             refusal = await self._link.ask_for(FirstRank.deliver, attempt_id, report)
         except RankError as error:
+            if self._queue.is_finished:  # the other ranks end before the first one, which tells workers of the end
+                raise ApiError(410, "the attempt has ended: the run has ended") from error
             message = f"the rank of the attempt does not answer ({error}); try again later"
             raise ApiError(503, message) from error
         if refusal is not None:
