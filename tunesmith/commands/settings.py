@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
+from tunesmith.arguments import check_list
 from tunesmith.cluster.rank_info import find_rank_info, is_launched
 from tunesmith.commands.table import Command, import_named, list_config_classes
 from tunesmith.compat.trinity_yaml import ALGORITHM, is_trinity_file, load_trinity_file
@@ -57,16 +58,22 @@ def load_settings(
     """The settings of a command from its file, its config object, or nothing; with nested `values`, the overrides of
     the environment variable and then these overrides applied."""
     assert command.config is not None
+    check_overrides(overrides)
     overrides = [*read_variable(), *overrides]
     kinds = tuple(import_named(each) for each in command.takes or (command.config,))
     if isinstance(config, kinds):
         return change_section(config, overrides, values=values)
-    if config is not None and not isinstance(config, str | Path):
+    if not isinstance(config, str | Path) and (config is not None or command.load is not None):
         name = kinds[-1].__name__
         raise ConfigError(f"config must be of type {name} or the path of a YAML file, got {type(config).__name__}")
     if command.load is not None:
         return import_named(command.load)(config, overrides)
     return load_file(kinds[-1], config, overrides, values=values)
+
+
+def check_overrides(overrides: object) -> None:
+    """Raise unless overrides are a list of texts: a text alone would be read letter by letter."""
+    check_list("overrides", overrides, lambda each: isinstance(each, str), items="'key=value' texts, as ['seed=1']")
 
 
 def read_variable() -> list[str]:
@@ -162,6 +169,8 @@ def collect_models(given: list[str]) -> dict[str, str]:
         label, equals, path = each.partition("=")
         if not equals or "/" in label or Path(each).exists():
             label = path = each
+        if not path:
+            raise ValueError(f"--model {each!r} has no path; write LABEL=PATH, as in base=models/base")
         if label in models:
             raise ValueError(f"--model has the label {label!r} twice; use distinct labels, as LABEL=PATH")
         models[label] = path

@@ -27,6 +27,8 @@ from tunesmith.config.section import Needs, Unused
 from tunesmith.errors import ConfigError, first_line
 
 AnySection = TypeVar("AnySection", bound=Section)
+UNION_PART = re.compile(r"str|\w+\[.*\]")
+"""What pydantic adds to the key of a field of several types: the one of them that did not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +207,7 @@ def build_section(kind: type[AnySection], values: Mapping[str, Any]) -> AnySecti
 
 def describe_validation_error(error: ErrorDetails) -> str:
     """One clause for a validation error: the dotted key, what is allowed and the value."""
-    kind, parts = error["type"], [str(part) for part in error["loc"]]
+    kind, parts = error["type"], [str(part) for part in error["loc"] if not UNION_PART.fullmatch(str(part))]
     if kind == "unknown_key":
         context = error["ctx"]
         return f"{'.'.join([*parts, context['key']])} is not a known key: {context['hint']}"

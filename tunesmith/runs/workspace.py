@@ -109,7 +109,7 @@ class Workspace:
             StorageError: the result is damaged, or other files are in its place.
         """
         if not (self.root / DONE).is_file():
-            self.check_unused(f"no {DONE}, but other files")
+            self.check_unused(f"files without {DONE}")
             return None
         record: dict[str, Any] = load_json(self.root / DONE)
         check_same(self.root, record, inputs)

@@ -17,7 +17,7 @@ from typing import Any
 from tunesmith.config import DatasetSection
 from tunesmith.errors import DataError
 from tunesmith.storage import encode_json_line, open_atomic, storage_errors
-from tunesmith.tasks.data_path import SINGLE_SPLIT, check_data_path
+from tunesmith.tasks.data_path import SINGLE_SPLIT, check_data_path, name_split
 from tunesmith.types import Task
 
 Row = Mapping[str, Any]
@@ -29,8 +29,6 @@ DATE = re.compile(r"\d{4}-\d\d")
 def load_tasks(dataset: DatasetSection, *, name: str) -> list[Task]:
     """Read all rows as tasks `<name>/<row index>` and check that they have the required fields."""
     rows = load_rows(dataset.path, name=dataset.name, split=dataset.split)
-    if not rows:
-        raise DataError(f"the data set {dataset.path!r} (split {dataset.split!r}) has no rows")
     check_required_fields(rows, dataset.required_fields, path=dataset.path, advice="change required_fields")
     rows = [add_fields(row, dataset.fields) for row in rows]
     return [Task(task_id=f"{name}/{index}", index=index, row=row) for index, row in enumerate(rows)]
@@ -61,13 +59,11 @@ def iter_jsonl(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             yield number, row
 
 
-def check_required_fields(
-    rows: Sequence[Mapping[str, Any]], fields: Sequence[str], *, path: str, advice: str, knob: str = ""
-) -> None:
-    """Refuse rows that lack a field; `knob`: of the data set."""
+def check_required_fields(rows: Sequence[Mapping[str, Any]], fields: Sequence[str], *, path: str, advice: str) -> None:
+    """Refuse rows that lack a field."""
     for index, row in enumerate(rows):
         for field in fields:
-            read_field(row, field, where=f"{knob}row {index} of {path!r}", advice=f". Fix the data, or {advice}")
+            read_field(row, field, where=f"row {index} of {path!r}", advice=f". Fix the data, or {advice}")
 
 
 def read_field(row: Mapping[str, Any], field: str, *, where: str, advice: str = "") -> Any:
@@ -95,7 +91,7 @@ def check_finite(rows: Iterable[Mapping[str, Any]], *, path: Path | str) -> None
 
 
 def load_rows(path: str, *, name: str | None, split: str | None, num_rows: int | None = None) -> list[dict[str, Any]]:
-    """The first `num_rows` rows of a split, or all rows if it is None."""
+    """The first `num_rows` rows of a split, or all rows if it is None; DataError without rows."""
     check_data_path(path)
     source = Path(path).expanduser()
     files = list_plain_files(source, split) if name is None else []
@@ -105,11 +101,14 @@ def load_rows(path: str, *, name: str | None, split: str | None, num_rows: int |
     from tunesmith.tasks.load_library import iter_library_rows
 
     try:
-        return list(islice(iter_library_rows(path, name=name, split=split, is_streamed=num_rows is not None), num_rows))
+        rows = list(islice(iter_library_rows(path, name=name, split=split, is_streamed=num_rows is not None), num_rows))
     except DataError:
         if source.suffix == ".jsonl" and source.is_file() and name is None:
             load_jsonl(source)  # raises an error that names the line, if one is not JSON
         raise
+    if not rows:
+        raise DataError(f"{name_split(path, split)} has no rows")
+    return rows
 
 
 def list_plain_files(source: Path, split: str | None) -> list[Path]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.config import ConversationDataSection, OfflineConfig
-from tunesmith.errors import DataError
+from tunesmith.errors import DataError, errors_of
 from tunesmith.model.load import load_section_tokenizer
 from tunesmith.monitor.tracker import check_trackers
 from tunesmith.runs.policy import check_trained_model
@@ -64,13 +64,16 @@ def build_plan(config: OfflineConfig, build_reader: Callable[..., ConversationRe
     reader = (build_reader or ConversationReader)(
         tokenizer, enable_thinking=config.model.enable_thinking, split_special_tokens=config.model.split_special_tokens
     )
-    samples, num_dropped, digest = read_samples(reader, config.train_dataset, config)
-    sources = {"train_dataset": digest}
-    if config.eval_dataset is None:
-        samples, eval_samples = hold_out_rows(samples, config)
-    else:
-        eval_samples, num_more, sources["eval_dataset"] = read_samples(reader, config.eval_dataset, config)
+    num_dropped = 0
+    read: dict[str, list[Sample]] = {}
+    sources: dict[str, str | None] = {}
+    for knob, section in list_data_sets(config).items():
+        with errors_of(knob):
+            read[knob], num_more, sources[knob] = read_samples(reader, section, config)
         num_dropped += num_more
+    samples, eval_samples = read["train_dataset"], read.get("eval_dataset")
+    if eval_samples is None:
+        samples, eval_samples = hold_out_rows(samples, config)
     return OfflinePlan(
         tokenizer=tokenizer,
         samples=samples,
@@ -80,6 +83,12 @@ def build_plan(config: OfflineConfig, build_reader: Callable[..., ConversationRe
         max_steps=config.max_steps,
         sources=sources,
     )
+
+
+def list_data_sets(config: OfflineConfig) -> dict[str, ConversationDataSection]:
+    """Key -> data set, as far as they are set."""
+    sections = {"train_dataset": config.train_dataset, "eval_dataset": config.eval_dataset}
+    return {knob: section for knob, section in sections.items() if section is not None}
 
 
 def read_samples(
@@ -100,12 +109,11 @@ def read_samples(
 def digest_sources(config: OfflineConfig) -> dict[str, str | None]:
     """The digest of each data set as in `OfflinePlan.sources`; None for one that can no longer be read."""
     sources: dict[str, str | None] = {}
-    for knob, section in (("train_dataset", config.train_dataset), ("eval_dataset", config.eval_dataset)):
-        if section is not None:
-            try:
-                sources[knob] = digest_rows(load_conversation_rows(section))
-            except DataError:
-                sources[knob] = None
+    for knob, section in list_data_sets(config).items():
+        try:
+            sources[knob] = digest_rows(load_conversation_rows(section))
+        except DataError:
+            sources[knob] = None
     return sources
 
 
