@@ -102,10 +102,9 @@ def test_empty_file(tmp_path):
 @pytest.mark.parametrize(("name", "text"), [("train.csv", "question,answer\n"), ("train.json", "[]")])
 def test_a_file_without_rows(tmp_path, name, text):
     (tmp_path / name).write_text(text, encoding="utf-8")
-    with pytest.raises(DataError, match=r"^the data set '.*' has no rows$"):
-        load_tasks(DatasetSection(path=str(tmp_path / name)), name="t")
-    with pytest.raises(DataError, match=r"^the data set '.*' \(split 'train'\) has no rows$"):
-        load_tasks(DatasetSection(path=str(tmp_path)), name="t")
+    for path in (tmp_path / name, tmp_path):
+        with pytest.raises(DataError, match=r"^the data set '.*' \(split 'train'\) has no rows$"):
+            load_tasks(DatasetSection(path=str(path)), name="t")
 
 
 def test_broken_json(tmp_path):

@@ -162,7 +162,7 @@ def find_config_class(stage: str) -> type[Section]:
     return found
 
 
-def collect_models(given: list[str]) -> dict[str, str]:
+def collect_models(given: Sequence[str], *, option: str = "--model") -> dict[str, str]:
     """Label -> path; a path without a label, or an existing path that contains '=', is its own label."""
     models: dict[str, str] = {}
     for each in given:
@@ -170,9 +170,9 @@ def collect_models(given: list[str]) -> dict[str, str]:
         if not equals or "/" in label or Path(each).exists():
             label = path = each
         if not path:
-            raise ValueError(f"--model {each!r} has no path; write LABEL=PATH, as in base=models/base")
+            raise ConfigError(f"{option} {each!r} has no path; write LABEL=PATH, as in base=models/base")
         if label in models:
-            raise ValueError(f"--model has the label {label!r} twice; use distinct labels, as LABEL=PATH")
+            raise ConfigError(f"{option} has the label {label!r} twice; use distinct labels, as LABEL=PATH")
         models[label] = path
     return models
 
@@ -194,16 +194,10 @@ def parse_server_url(text: str, *, option: str = "--paraphrase") -> dict[str, st
 
 
 def parse_model_names(models: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Parse `NAME=MODEL`, or MODEL alone, whose last part in lower case with underscores for dashes is the name."""
-    named: dict[str, dict[str, str]] = {}
-    for each in models:
-        name, equals, path = each.partition("=")
-        if not equals:
-            name, path = PurePosixPath(each).name.lower().replace("-", "_"), each
-        if name in named:
-            raise ConfigError(f"--pass-rate names two models {name!r}; give each column its own name with NAME=MODEL")
-        named[name] = {"path": path}
-    return named
+    """The models of `--pass-rate`; the last part of a path without a name, in lower case with underscores for dashes,
+    is its name."""
+    named = (each if "=" in each else f"{PurePosixPath(each).name.lower().replace('-', '_')}={each}" for each in models)
+    return {name: {"path": path} for name, path in collect_models(list(named), option="--pass-rate").items()}
 
 
 def read_task(text: str) -> int | dict[str, Any]:

@@ -20,12 +20,6 @@ def check_data_path(path: str, *, knob: str = "path") -> None:
         raise MissingDataError(f"the data set {knob}={path!r} does not exist; give a folder, a file or a hub id")
 
 
-def name_split(path: str, split: str | None) -> str:
-    """A data set in an error message, with its split unless it is a file, which has one."""
-    has_one = split is None or Path(path).expanduser().is_file()
-    return f"the data set {path!r}" + ("" if has_one else f" (split {split!r})")
-
-
 def is_saved(folder: Path) -> bool:
     """Whether `save_to_disk` wrote the folder, of a `Dataset` or a `DatasetDict`."""
     return any((folder / file).is_file() for file in ("state.json", "dataset_dict.json"))

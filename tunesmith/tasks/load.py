@@ -17,7 +17,7 @@ from typing import Any
 from tunesmith.config import DatasetSection
 from tunesmith.errors import DataError
 from tunesmith.storage import encode_json_line, open_atomic, storage_errors
-from tunesmith.tasks.data_path import SINGLE_SPLIT, check_data_path, name_split
+from tunesmith.tasks.data_path import SINGLE_SPLIT, check_data_path
 from tunesmith.types import Task
 
 Row = Mapping[str, Any]
@@ -107,7 +107,7 @@ def load_rows(path: str, *, name: str | None, split: str | None, num_rows: int |
             load_jsonl(source)  # raises an error that names the line, if one is not JSON
         raise
     if not rows:
-        raise DataError(f"{name_split(path, split)} has no rows")
+        raise DataError(f"the data set {path!r} (split {split or SINGLE_SPLIT!r}) has no rows")
     return rows
 
 
@@ -163,10 +163,9 @@ def is_plain(value: Any) -> bool:
 def read_rows(path: str) -> list[Row]:
     """The rows of a JSON lines file, or of another data set file or folder (split train); DataError without rows."""
     file = Path(path).expanduser()
-    rows = load_jsonl(file) if file.suffix == ".jsonl" and file.is_file() else load_rows(path, name=None, split="train")
-    if not rows:
-        raise DataError(f"{path!r} has no rows")
-    return list(rows)
+    if file.suffix == ".jsonl" and file.is_file() and (rows := load_jsonl(file)):
+        return rows
+    return list(load_rows(path, name=None, split="train"))
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:

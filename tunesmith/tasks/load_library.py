@@ -17,7 +17,7 @@ from datasets.utils import are_progress_bars_disabled, disable_progress_bars, en
 
 from tunesmith.errors import DataError, MissingDataError
 from tunesmith.hub import describe_hub_failure, offline_if_unreachable
-from tunesmith.tasks.data_path import FORMATS, SINGLE_SPLIT, is_saved, name_split
+from tunesmith.tasks.data_path import FORMATS, SINGLE_SPLIT, is_saved
 
 NULL_ROW = re.compile(rb"\s*\[?\s*null\b")
 
@@ -121,6 +121,5 @@ def _explain(path: str, split: str | None, error: Exception) -> DataError:
             "or give a folder or a file as its path"
         )
     reason = " ".join(str(error.__cause__ or error).split()).replace("BuilderConfig ", "name ")  # the key of a data set
-    if "corresponds to no data" in reason:  # a header alone, or an empty list
-        return DataError(f"{name_split(path, split)} has no rows")
-    return DataError(f"{name_split(path, split)} cannot be read: {reason[:300]}")
+    found = "has no rows" if "corresponds to no data" in reason else f"cannot be read: {reason[:300]}"  # a header alone
+    return DataError(f"the data set {path!r} (split {split or SINGLE_SPLIT!r}) {found}")

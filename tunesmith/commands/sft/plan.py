@@ -64,16 +64,13 @@ def build_plan(config: OfflineConfig, build_reader: Callable[..., ConversationRe
     reader = (build_reader or ConversationReader)(
         tokenizer, enable_thinking=config.model.enable_thinking, split_special_tokens=config.model.split_special_tokens
     )
-    num_dropped = 0
-    read: dict[str, list[Sample]] = {}
-    sources: dict[str, str | None] = {}
-    for knob, section in list_data_sets(config).items():
-        with errors_of(knob):
-            read[knob], num_more, sources[knob] = read_samples(reader, section, config)
-        num_dropped += num_more
-    samples, eval_samples = read["train_dataset"], read.get("eval_dataset")
-    if eval_samples is None:
+    samples, num_dropped, digest = read_samples(reader, config, "train_dataset")
+    sources = {"train_dataset": digest}
+    if config.eval_dataset is None:
         samples, eval_samples = hold_out_rows(samples, config)
+    else:
+        eval_samples, num_more, sources["eval_dataset"] = read_samples(reader, config, "eval_dataset")
+        num_dropped += num_more
     return OfflinePlan(
         tokenizer=tokenizer,
         samples=samples,
@@ -85,35 +82,29 @@ def build_plan(config: OfflineConfig, build_reader: Callable[..., ConversationRe
     )
 
 
-def list_data_sets(config: OfflineConfig) -> dict[str, ConversationDataSection]:
-    """Key -> data set, as far as they are set."""
-    sections = {"train_dataset": config.train_dataset, "eval_dataset": config.eval_dataset}
-    return {knob: section for knob, section in sections.items() if section is not None}
-
-
-def read_samples(
-    reader: ConversationReader, section: ConversationDataSection, config: OfflineConfig
-) -> tuple[list[Sample], int, str | None]:
-    """Samples of a data set, the number of rows dropped as too long, and the digest of all rows."""
-    rows = load_conversation_rows(section)
-    max_model_len = config.model.max_model_len
-    samples = reader.read(rows, max_model_len=max_model_len, drops_long_rows=config.long_rows == "drop")
-    if not samples:
-        raise DataError(
-            f"every row of {', '.join(section.paths)} is longer than model.max_model_len={max_model_len}: "
-            "no row is left to train on"
-        )
+def read_samples(reader: ConversationReader, config: OfflineConfig, knob: str) -> tuple[list[Sample], int, str | None]:
+    """Samples of the data set `knob`, the number of rows dropped as too long, and the digest of all rows."""
+    section, max_model_len = getattr(config, knob), config.model.max_model_len
+    with errors_of(knob):
+        rows = load_conversation_rows(section)
+        samples = reader.read(rows, max_model_len=max_model_len, drops_long_rows=config.long_rows == "drop")
+        if not samples:
+            raise DataError(
+                f"every row of {', '.join(section.paths)} is longer than model.max_model_len={max_model_len}: "
+                "no row is left to train on"
+            )
     return samples, len(rows) - count_rows(samples), digest_rows(rows)
 
 
 def digest_sources(config: OfflineConfig) -> dict[str, str | None]:
     """The digest of each data set as in `OfflinePlan.sources`; None for one that can no longer be read."""
     sources: dict[str, str | None] = {}
-    for knob, section in list_data_sets(config).items():
-        try:
-            sources[knob] = digest_rows(load_conversation_rows(section))
-        except DataError:
-            sources[knob] = None
+    for knob, section in (("train_dataset", config.train_dataset), ("eval_dataset", config.eval_dataset)):
+        if section is not None:
+            try:
+                sources[knob] = digest_rows(load_conversation_rows(section))
+            except DataError:
+                sources[knob] = None
     return sources
 
 
