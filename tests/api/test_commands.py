@@ -190,7 +190,7 @@ def test_an_error_in_rows_names_the_key_of_the_data_set(sft_config, tmp_path):
     (tmp_path / "data.jsonl").write_text('{"question": "?"}\n')
     for knob, name, message in (
         ("train_dataset", "data.jsonl", "row 0 has neither messages nor text; its fields are question"),
-        ("eval_dataset", "header.csv", "the data set '.*' has no rows"),
+        ("eval_dataset", "header.csv", r"the data set '.*' \(split 'train'\) has no rows"),
     ):
         changed = sft_config.model_copy(update={knob: ConversationDataSection(path=str(tmp_path / name))})
         with pytest.raises(DataError, match=f"^{knob}: {message}$"):
