@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fakes import full_disk
-from tunesmith.errors import StorageError
+from tunesmith.errors import MissingDataError, StorageError
 from tunesmith.storage import (
     RunPaths,
     check_free_space,
@@ -83,3 +83,9 @@ def test_file_names_of_a_run(tmp_path):
     assert parse_checkpoint_step(paths.checkpoint(20)) == 20
     with pytest.raises(ValueError, match="not named global_step_"):
         parse_checkpoint_step(tmp_path / "global_step_20.tmp-3")
+
+
+def test_a_missing_data_set_is_no_error_of_the_file_that_is_written(tmp_path):
+    with pytest.raises(MissingDataError, match="^there is no corpus$"), open_atomic(tmp_path / "index"):
+        raise MissingDataError("there is no corpus")
+    assert not list(tmp_path.iterdir())

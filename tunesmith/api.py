@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tunesmith.arguments import check_list
 from tunesmith.cluster.rank_info import is_ray_worker
 from tunesmith.commands.run.config import PipelineConfig, StageSelection
-from tunesmith.commands.settings import list_paths, load_settings
+from tunesmith.commands.settings import check_overrides, list_paths, load_settings
 from tunesmith.commands.table import find_command, import_named
 from tunesmith.compat.agentscope_config import (
     AlgorithmConfig,
@@ -104,13 +105,15 @@ def tune(
         "experiment_name": experiment_name, "monitor_type": monitor_type,
     }  # fmt: skip
     values = translate_tune_arguments(**objects)
+    check_list("operators", operators, callable, items="functions; those with a name belong in experience.operators")
+    check_overrides(overrides)
     functions = {
         "algorithm.advantage": advantage_func, "algorithm.loss": loss_func, "callbacks.on_step_end": on_step_end,
         "callbacks.on_evaluation": on_evaluation, "callbacks.on_checkpoint": on_checkpoint,
     }  # fmt: skip
     custom = CustomComponents(
         selectors=collect_own_selectors(train_dataset),
-        operators=tuple(operators),
+        operators=operators,
         functions={knob: function for knob, function in functions.items() if function is not None},
     )
     changes = [*overrides, *(f"{knob}={name_function(function)}" for knob, function in custom.functions.items())]
@@ -205,6 +208,8 @@ def evaluate(
     labels to model folders, hub ids or run folders; by default those of the evaluation config, or the model of the run
     config. With the folder `out` the results are written there, and a killed evaluation resumes.
     """
+    if models is not None and not isinstance(models, Mapping):
+        raise ConfigError(f"models must map labels to paths, as {{'base': 'models/base'}}, got {models!r}")
     result: EvalResult = run_agents(
         "tunesmith.commands.eval.compare:run_eval",
         load_settings(find_command("eval"), config, overrides),

@@ -33,6 +33,12 @@ def read_api_key(variable: str | None, *, knob: str) -> str | None:
     return key
 
 
+def check_list(name: str, given: object, is_item: Callable[[object], bool], *, items: str) -> None:
+    """Raise unless an argument is a list or tuple of such items."""
+    if not isinstance(given, list | tuple) or not all(map(is_item, given)):
+        raise ConfigError(f"{name} must be a list of {items}, got {given!r}")
+
+
 def find_function(
     name: str, table: Mapping[str, Callable[..., Any]], *, load: LoadFunction, where: str
 ) -> Callable[..., Any]:

@@ -27,7 +27,8 @@ def errors_of(section: str, keys: Iterable[str] = ()) -> Iterator[None]:
     except TunesmithError as error:
         renamed = rf"(?<![\w./'])model\.(?=(?:{'|'.join(keys)})\b)" if keys else "(?!)"
         message = re.sub(renamed, lambda _: f"{section}.", str(error))
-        error.args = (message if section in message else f"{section}: {message}", *error.args[1:])
+        is_named = re.search(rf"(?<![\w./']){re.escape(section)}[.:=]", message)
+        error.args = (message if is_named else f"{section}: {message}", *error.args[1:])
         raise
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tunesmith.errors import StorageError
+from tunesmith.errors import StorageError, TunesmithError
 
 TEMPORARY = re.compile(r"\.tmp-\d+$")
 CHECKPOINT = re.compile(r"global_step_(\d+)$")
@@ -184,7 +184,7 @@ def storage_errors(path: Path, action: str) -> Iterator[None]:
     """Convert OSErrors of the block into a StorageError; `action` is a verb such as write or read."""
     try:
         yield
-    except StorageError:
+    except TunesmithError:  # such as a data set that does not exist, read while a file is written
         raise
     except OSError as error:
         reason = REASONS.get(error.errno or 0) or error.strerror or str(error)

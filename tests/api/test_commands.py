@@ -39,7 +39,7 @@ from tunesmith.config import (
     SftTrainerSection,
     SourceSection,
 )
-from tunesmith.errors import ConfigError, ModelError
+from tunesmith.errors import ConfigError, DataError, ModelError
 
 QUIET = MonitorSection(trackers=(), has_progress=False)
 
@@ -176,3 +176,22 @@ def test_a_pipeline_of_typed_stages_returns_each_stage(sft_config, tmp_path):
         _ = result.stages["export"].model_path
     again = run_pipeline(config)
     assert again.report.is_file() and "export  done" in repr(again)
+
+
+def test_models_without_labels_and_a_missing_config_are_named(config):
+    with pytest.raises(ConfigError, match="models must map labels to paths, as .*got 'models/base'"):
+        evaluate(config, workflow_func=ask, judge_func=judge, models="models/base")
+    with pytest.raises(ConfigError, match="config must be of type EvalConfig or the path of a YAML file, got NoneType"):
+        evaluate(None)
+
+
+def test_an_error_in_rows_names_the_key_of_the_data_set(sft_config, tmp_path):
+    (tmp_path / "header.csv").write_text("messages\n")
+    (tmp_path / "data.jsonl").write_text('{"question": "?"}\n')
+    for knob, name, message in (
+        ("train_dataset", "data.jsonl", "row 0 has neither messages nor text; its fields are question"),
+        ("eval_dataset", "header.csv", r"the data set '.*' \(split 'train'\) has no rows"),
+    ):
+        changed = sft_config.model_copy(update={knob: ConversationDataSection(path=str(tmp_path / name))})
+        with pytest.raises(DataError, match=f"^{knob}: {message}$"):
+            sft(changed, out=tmp_path / "sft")

@@ -115,3 +115,15 @@ def test_a_config_trains_while_an_event_loop_runs(config):
         return tune(config, workflow_func=ask, judge_func=judge)
 
     assert asyncio.run(main()).num_steps == 2
+
+
+@pytest.mark.parametrize("overrides", ["seed=1", [1], 5, {"seed": 1}, [None]])
+def test_overrides_of_another_type_are_named(config, overrides):
+    with pytest.raises(ConfigError, match="overrides must be a list of 'key=value' texts"):
+        tune(config, workflow_func=ask, judge_func=judge, overrides=overrides)
+
+
+@pytest.mark.parametrize("operators", [5, "outcome_gate", ["outcome_gate"], [1]])
+def test_operators_of_another_type_are_named(config, operators):
+    with pytest.raises(ConfigError, match="operators must be a list of functions"):
+        tune(config, workflow_func=ask, judge_func=judge, operators=operators)

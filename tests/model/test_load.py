@@ -346,3 +346,9 @@ def test_a_package_that_modeling_code_needs_is_named(folder, tmp_path):
     (tmp_path / "model" / "modeling_own.py").write_text("import no_such_package\n")
     with pytest.raises(ModelError, match="cannot be loaded: .*no_such_package"):
         load_model(path, dtype=torch.float32, device=CPU, trust_remote_code=True)
+
+
+def test_an_empty_path_is_not_the_working_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=r"^model\.path is empty"):
+        find_model("")

@@ -7,7 +7,7 @@ import pytest
 from tunesmith.commands.settings import find_config_class
 from tunesmith.commands.table import list_config_classes
 from tunesmith.config import LoraSection, RunConfig
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, DataError, errors_of
 from tunesmith.runs.load_config import (
     build_section,
     change_section,
@@ -220,3 +220,15 @@ def test_an_override_that_is_nested_too_deeply_is_named_by_its_key():
     with pytest.raises(ConfigError) as refused:
         load_section(RunConfig, None, ["algorithm.loss_args=" + "[" * 5000 + "]" * 5000])
     assert str(refused.value) == "the value of the override of algorithm.loss_args is nested too deeply to be read"
+
+
+def test_the_error_of_a_key_with_several_types_has_the_key_alone():
+    with pytest.raises(ConfigError, match=r"^model\.lora\.target_modules must be 'attention' or 'all-linear', got 'q'"):
+        load_section(RunConfig, None, ["model.path=m", "model.lora.target_modules=q"])
+
+
+def test_an_error_that_speaks_of_a_data_set_is_still_prefixed_with_the_key_data():
+    with pytest.raises(DataError, match=r"^data: the data set 'a' has no rows$"), errors_of("data"):
+        raise DataError("the data set 'a' has no rows")
+    with pytest.raises(DataError, match=r"^data\.path='a' is empty$"), errors_of("data"):
+        raise DataError("data.path='a' is empty")

@@ -99,6 +99,14 @@ def test_empty_file(tmp_path):
             load_tasks(DatasetSection(path=str(path)), name="t")
 
 
+@pytest.mark.parametrize(("name", "text"), [("train.csv", "question,answer\n"), ("train.json", "[]")])
+def test_a_file_without_rows(tmp_path, name, text):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    for path in (tmp_path / name, tmp_path):
+        with pytest.raises(DataError, match=r"^the data set '.*' \(split 'train'\) has no rows$"):
+            load_tasks(DatasetSection(path=str(path)), name="t")
+
+
 def test_broken_json(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"question": \n', encoding="utf-8")
     with pytest.raises(DataError, match="cannot be read"):

@@ -56,19 +56,6 @@ class Candidate:
     """Settings of local weights, of a model on a server, or a chat model."""
 
 
-def check_candidate(candidate: Candidate) -> None:
-    """Raise ConfigError or ModelError for a model that cannot be loaded, before any weights are read."""
-    source = candidate.source
-    if isinstance(source, ModelSection):
-        check_section(source)
-    elif isinstance(source, AuxiliaryModelSection):
-        check_auxiliary(candidate.label, source)
-    elif not callable(source):
-        raise ConfigError(
-            f"{candidate.label} must be a chat model, a TunerModelConfig, or the path of a model, got {source!r}"
-        )
-
-
 def load_candidate(candidate: Candidate, *, build_model: BuildModel) -> LoadedModel:
     """Load the weights, or connect to the server; a chat model needs neither."""
     source = candidate.source
@@ -81,12 +68,19 @@ def load_candidate(candidate: Candidate, *, build_model: BuildModel) -> LoadedMo
 
 
 def build_candidate(given: Any, *, label: str) -> Candidate:
-    """A model from a chat model, a TunerModelConfig or a path."""
+    """A model from a chat model, a TunerModelConfig or a path; raises ConfigError or ModelError for one that cannot be
+    loaded, before any weights are read."""
     source = given
     if isinstance(given, str | Path):
         source = ModelSection(path=find_model(str(given)))
     elif isinstance(given, TunerModelConfig):
         source = build_section(given, label=label)
+    if isinstance(source, ModelSection):
+        check_section(source)
+    elif isinstance(source, AuxiliaryModelSection):
+        check_auxiliary(label, source)
+    elif not callable(source):
+        raise ConfigError(f"{label} must be a chat model, a TunerModelConfig, or the path of a model, got {source!r}")
     return Candidate(label=label, given=given, source=source)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
+from tunesmith.arguments import check_list
 from tunesmith.cluster.rank_info import find_rank_info, is_launched
 from tunesmith.commands.table import Command, import_named, list_config_classes
 from tunesmith.compat.trinity_yaml import ALGORITHM, is_trinity_file, load_trinity_file
@@ -57,16 +58,22 @@ def load_settings(
     """The settings of a command from its file, its config object, or nothing; with nested `values`, the overrides of
     the environment variable and then these overrides applied."""
     assert command.config is not None
+    check_overrides(overrides)
     overrides = [*read_variable(), *overrides]
     kinds = tuple(import_named(each) for each in command.takes or (command.config,))
     if isinstance(config, kinds):
         return change_section(config, overrides, values=values)
-    if config is not None and not isinstance(config, str | Path):
+    if not isinstance(config, str | Path) and (config is not None or command.load is not None):
         name = kinds[-1].__name__
         raise ConfigError(f"config must be of type {name} or the path of a YAML file, got {type(config).__name__}")
     if command.load is not None:
         return import_named(command.load)(config, overrides)
     return load_file(kinds[-1], config, overrides, values=values)
+
+
+def check_overrides(overrides: object) -> None:
+    """Raise unless overrides are a list of texts: a text alone would be read letter by letter."""
+    check_list("overrides", overrides, lambda each: isinstance(each, str), items="'key=value' texts, as ['seed=1']")
 
 
 def read_variable() -> list[str]:
@@ -155,15 +162,17 @@ def find_config_class(stage: str) -> type[Section]:
     return found
 
 
-def collect_models(given: list[str]) -> dict[str, str]:
+def collect_models(given: Sequence[str], *, option: str = "--model") -> dict[str, str]:
     """Label -> path; a path without a label, or an existing path that contains '=', is its own label."""
     models: dict[str, str] = {}
     for each in given:
         label, equals, path = each.partition("=")
         if not equals or "/" in label or Path(each).exists():
             label = path = each
+        if not path:
+            raise ConfigError(f"{option} {each!r} has no path; write LABEL=PATH, as in base=models/base")
         if label in models:
-            raise ValueError(f"--model has the label {label!r} twice; use distinct labels, as LABEL=PATH")
+            raise ConfigError(f"{option} has the label {label!r} twice; use distinct labels, as LABEL=PATH")
         models[label] = path
     return models
 
@@ -185,16 +194,10 @@ def parse_server_url(text: str, *, option: str = "--paraphrase") -> dict[str, st
 
 
 def parse_model_names(models: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Parse `NAME=MODEL`, or MODEL alone, whose last part in lower case with underscores for dashes is the name."""
-    named: dict[str, dict[str, str]] = {}
-    for each in models:
-        name, equals, path = each.partition("=")
-        if not equals:
-            name, path = PurePosixPath(each).name.lower().replace("-", "_"), each
-        if name in named:
-            raise ConfigError(f"--pass-rate names two models {name!r}; give each column its own name with NAME=MODEL")
-        named[name] = {"path": path}
-    return named
+    """The models of `--pass-rate`; the last part of a path without a name, in lower case with underscores for dashes,
+    is its name."""
+    named = (each if "=" in each else f"{PurePosixPath(each).name.lower().replace('-', '_')}={each}" for each in models)
+    return {name: {"path": path} for name, path in collect_models(list(named), option="--pass-rate").items()}
 
 
 def read_task(text: str) -> int | dict[str, Any]:

@@ -522,7 +522,7 @@ COMMANDS: tuple[Command, ...] = (
         options=(
             Option("config", "File (YAML) to resolve.", is_argument=True),
             OVERRIDES,
-            Option("stage", "Kind of file: tune, prepare, sft, prefer, eval, export or run.", default="tune"),
+            Option("stage", "Kind of file: tune, sft, prefer, prepare, collect, pass_rate, eval, ...", default="tune"),
             Option("schema", "Print the JSON schema of the file.", type=bool),
             Option("options", "List every key: type, default and when to change it.", type=bool),
             Option("algorithms", "List the algorithms and their arguments.", type=bool),

@@ -205,7 +205,8 @@ def build_section(kind: type[AnySection], values: Mapping[str, Any]) -> AnySecti
 
 def describe_validation_error(error: ErrorDetails) -> str:
     """One clause for a validation error: the dotted key, what is allowed and the value."""
-    kind, parts = error["type"], [str(part) for part in error["loc"]]
+    # of a field of several types, pydantic adds the one that did not fit to the key: str, tuple[str, ...]
+    kind, parts = error["type"], [part for part in map(str, error["loc"]) if not re.fullmatch(r"str|\w+\[.*\]", part)]
     if kind == "unknown_key":
         context = error["ctx"]
         return f"{'.'.join([*parts, context['key']])} is not a known key: {context['hint']}"
@@ -215,11 +216,8 @@ def describe_validation_error(error: ErrorDetails) -> str:
     if kind == "value_error":
         message = error["msg"].removeprefix("Value error, ")
         return f"{key}: {message}" if key else message
-    if kind == "tuple_type":
-        return f"{key} must be a list, got {error['input']!r}"
-    if kind == "model_type":
-        return f"{key} must be a mapping of keys to values, got {error['input']!r}"
-    return f"{key} {error['msg'].replace('Input should', 'must', 1)}, got {error['input']!r}"
+    types = {"tuple_type": "must be a list", "model_type": "must be a mapping of keys to values"}
+    return f"{key} {types.get(kind) or error['msg'].replace('Input should', 'must', 1)}, got {error['input']!r}"
 
 
 def dump_config(config: Section) -> str:

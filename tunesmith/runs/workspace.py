@@ -109,7 +109,7 @@ class Workspace:
             StorageError: the result is damaged, or other files are in its place.
         """
         if not (self.root / DONE).is_file():
-            self.check_unused(f"no {DONE}, but other files")
+            self.check_unused()
             return None
         record: dict[str, Any] = load_json(self.root / DONE)
         check_same(self.root, record, inputs)
@@ -121,11 +121,10 @@ class Workspace:
         found = self.root.iterdir() if self.root.is_dir() else filter(Path.exists, [self.root])
         return sorted(path.name for path in found if path != self.paths.lock and not TEMPORARY.search(path.name))
 
-    def check_unused(self, what: str = "other files") -> None:
+    def check_unused(self) -> None:
         """Raise StorageError if there are files."""
-        if names := self.list_files():
-            listed = ", ".join(names[:3])
-            raise StorageError(f"{self.root} already holds {what} ({listed}): choose another folder, or remove it")
+        if names := ", ".join(self.list_files()[:3]):
+            raise StorageError(f"{self.root} already holds other files ({names}): choose another folder, or remove it")
 
     def check_config(
         self, config: Section, *, mutable_keys: Sequence[str], sources: Mapping[str, str | None] | None = None

@@ -29,8 +29,6 @@ DATE = re.compile(r"\d{4}-\d\d")
 def load_tasks(dataset: DatasetSection, *, name: str) -> list[Task]:
     """Read all rows as tasks `<name>/<row index>` and check that they have the required fields."""
     rows = load_rows(dataset.path, name=dataset.name, split=dataset.split)
-    if not rows:
-        raise DataError(f"the data set {dataset.path!r} (split {dataset.split!r}) has no rows")
     check_required_fields(rows, dataset.required_fields, path=dataset.path, advice="change required_fields")
     rows = [add_fields(row, dataset.fields) for row in rows]
     return [Task(task_id=f"{name}/{index}", index=index, row=row) for index, row in enumerate(rows)]
@@ -61,13 +59,11 @@ def iter_jsonl(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             yield number, row
 
 
-def check_required_fields(
-    rows: Sequence[Mapping[str, Any]], fields: Sequence[str], *, path: str, advice: str, knob: str = ""
-) -> None:
-    """Refuse rows that lack a field; `knob`: of the data set."""
+def check_required_fields(rows: Sequence[Mapping[str, Any]], fields: Sequence[str], *, path: str, advice: str) -> None:
+    """Refuse rows that lack a field."""
     for index, row in enumerate(rows):
         for field in fields:
-            read_field(row, field, where=f"{knob}row {index} of {path!r}", advice=f". Fix the data, or {advice}")
+            read_field(row, field, where=f"row {index} of {path!r}", advice=f". Fix the data, or {advice}")
 
 
 def read_field(row: Mapping[str, Any], field: str, *, where: str, advice: str = "") -> Any:
@@ -95,7 +91,7 @@ def check_finite(rows: Iterable[Mapping[str, Any]], *, path: Path | str) -> None
 
 
 def load_rows(path: str, *, name: str | None, split: str | None, num_rows: int | None = None) -> list[dict[str, Any]]:
-    """The first `num_rows` rows of a split, or all rows if it is None."""
+    """The first `num_rows` rows of a split, or all rows if it is None; DataError without rows."""
     check_data_path(path)
     source = Path(path).expanduser()
     files = list_plain_files(source, split) if name is None else []
@@ -105,11 +101,14 @@ def load_rows(path: str, *, name: str | None, split: str | None, num_rows: int |
     from tunesmith.tasks.load_library import iter_library_rows
 
     try:
-        return list(islice(iter_library_rows(path, name=name, split=split, is_streamed=num_rows is not None), num_rows))
+        rows = list(islice(iter_library_rows(path, name=name, split=split, is_streamed=num_rows is not None), num_rows))
     except DataError:
         if source.suffix == ".jsonl" and source.is_file() and name is None:
             load_jsonl(source)  # raises an error that names the line, if one is not JSON
         raise
+    if not rows:
+        raise DataError(f"the data set {path!r} (split {split or SINGLE_SPLIT!r}) has no rows")
+    return rows
 
 
 def list_plain_files(source: Path, split: str | None) -> list[Path]:
@@ -164,10 +163,9 @@ def is_plain(value: Any) -> bool:
 def read_rows(path: str) -> list[Row]:
     """The rows of a JSON lines file, or of another data set file or folder (split train); DataError without rows."""
     file = Path(path).expanduser()
-    rows = load_jsonl(file) if file.suffix == ".jsonl" and file.is_file() else load_rows(path, name=None, split="train")
-    if not rows:
-        raise DataError(f"{path!r} has no rows")
-    return list(rows)
+    if file.suffix == ".jsonl" and file.is_file() and (rows := load_jsonl(file)):
+        return rows
+    return list(load_rows(path, name=None, split="train"))
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:

@@ -121,4 +121,5 @@ def _explain(path: str, split: str | None, error: Exception) -> DataError:
             "or give a folder or a file as its path"
         )
     reason = " ".join(str(error.__cause__ or error).split()).replace("BuilderConfig ", "name ")  # the key of a data set
-    return DataError(f"the data set {path!r} (split {split!r}) cannot be read: {reason[:300]}")
+    found = "has no rows" if "corresponds to no data" in reason else f"cannot be read: {reason[:300]}"  # a header alone
+    return DataError(f"the data set {path!r} (split {split or SINGLE_SPLIT!r}) {found}")

@@ -332,6 +332,7 @@ def build_results(metrics):
     ("arguments", "message"),
     [
         (["eval.yaml", "--model", "x=one", "--model", "x=two"], "has the label 'x' twice"),
+        (["eval.yaml", "--model", "x="], "--model 'x=' has no path; write LABEL=PATH"),
         (["eval.yaml", "--model", "x=/no/model"], "/no/model"),
         (["eval.yaml", "--set", "judge=agent.py:jugde"], "jugde"),
         (["eval.yaml", "--set", "model.max_tokns=3"], "max_tokens"),

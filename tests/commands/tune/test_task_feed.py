@@ -189,6 +189,19 @@ def test_the_error_of_a_data_set_names_its_key(run, tmp_path):
         run(f"eval_datasets={{test: {{path: {tmp_path / 'empty.jsonl'}}}}}")
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train_dataset.operators=[{name: dedup}]", r"train_dataset\.operators: unknown operator on tasks 'dedup'"),
+        ("train_dataset.task_selector.selector_type=rand", r"train_dataset\.task_selector: unknown selector 'rand'"),
+        ("experience.operators=[{name: gate}]", r"experience\.operators: unknown operator 'gate'"),
+    ],
+)
+def test_an_unknown_component_is_named_with_its_key(run, override, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        run(override)
+
+
 def test_an_operator_may_be_an_object(run):
     def drop_all(groups):
         return [type(group)(task=group.task, trajectories=()) for group in groups], {"seen": len(groups)}

@@ -39,7 +39,7 @@ from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.commands.stage import ChooseModel, StageResult, check_rows
 from tunesmith.config import AlgorithmSection, DatasetSection, PrepareSection, RunConfig, SourceSection, TokensSection
 from tunesmith.config.prepare import PassRateSection
-from tunesmith.errors import DataError
+from tunesmith.errors import DataError, errors_of
 from tunesmith.judges.composite import numeric_judge
 from tunesmith.model.load import check_section, load_tokenizer
 from tunesmith.model.source.fingerprint import describe_weights
@@ -316,12 +316,10 @@ def load_source(
 ) -> list[dict[str, Any]]:
     """All rows, or the first `max_rows`; raises DataError for a row without question or solution."""
     split = choose_split(section, default_split)
-    rows = load_rows(section.path, name=section.name, split=split, num_rows=settings.max_rows)
-    if not rows:
-        raise DataError(f"{knob}: {section.path!r} (split {split!r}) has no rows")
     hint = "set question_field and answer_field to the fields that hold the question and the worked solution"
-    fields = (settings.question_field, settings.answer_field)
-    check_required_fields(rows, fields, path=section.path, advice=hint, knob=f"{knob}: ")
+    with errors_of(knob):
+        rows = load_rows(section.path, name=section.name, split=split, num_rows=settings.max_rows)
+        check_required_fields(rows, (settings.question_field, settings.answer_field), path=section.path, advice=hint)
     return rows
 
 

@@ -23,7 +23,6 @@ from tunesmith.commands.candidates import (
     MeasuredModel,
     RunLimits,
     build_candidates,
-    check_candidate,
     count_failures,
     counted_calls,
     find_problem,
@@ -172,8 +171,6 @@ async def select_model(
     build_model = choose_chat_model(chat_model)
     candidates = build_candidates(candidate_models)
     tasks = load_fixed_tasks(train_dataset, knob="train_dataset")
-    for candidate in candidates:
-        check_candidate(candidate)
     workflow, judge = measure_workflow(workflow_func), rename_task(judge_func)
     agent = Agent(workflow=workflow, judge=judge, timeout_s=timeout_s, logger=logger)
     runs: dict[str, list[Trajectory]] = {}

@@ -264,7 +264,7 @@ def read_prompt(row: Row, where: str) -> Messages | None:
 
 def read_completion(row: Row, key: str, where: str) -> Messages:
     if row.get(key) is None:
-        raise DataError(f"{where} has no {key}")
+        raise DataError(f"{where} has no {key}; its fields are {', '.join(map(str, row))}")
     return read_messages(row[key], f"{where}.{key}", role="assistant")
 
 

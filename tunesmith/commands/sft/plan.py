@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tunesmith.commands.sft.conversations import ConversationReader
 from tunesmith.config import ConversationDataSection, OfflineConfig
-from tunesmith.errors import DataError
+from tunesmith.errors import DataError, errors_of
 from tunesmith.model.load import load_section_tokenizer
 from tunesmith.monitor.tracker import check_trackers
 from tunesmith.runs.policy import check_trained_model
@@ -64,12 +64,12 @@ def build_plan(config: OfflineConfig, build_reader: Callable[..., ConversationRe
     reader = (build_reader or ConversationReader)(
         tokenizer, enable_thinking=config.model.enable_thinking, split_special_tokens=config.model.split_special_tokens
     )
-    samples, num_dropped, digest = read_samples(reader, config.train_dataset, config)
+    samples, num_dropped, digest = read_samples(reader, config, "train_dataset")
     sources = {"train_dataset": digest}
     if config.eval_dataset is None:
         samples, eval_samples = hold_out_rows(samples, config)
     else:
-        eval_samples, num_more, sources["eval_dataset"] = read_samples(reader, config.eval_dataset, config)
+        eval_samples, num_more, sources["eval_dataset"] = read_samples(reader, config, "eval_dataset")
         num_dropped += num_more
     return OfflinePlan(
         tokenizer=tokenizer,
@@ -82,18 +82,17 @@ def build_plan(config: OfflineConfig, build_reader: Callable[..., ConversationRe
     )
 
 
-def read_samples(
-    reader: ConversationReader, section: ConversationDataSection, config: OfflineConfig
-) -> tuple[list[Sample], int, str | None]:
-    """Samples of a data set, the number of rows dropped as too long, and the digest of all rows."""
-    rows = load_conversation_rows(section)
-    max_model_len = config.model.max_model_len
-    samples = reader.read(rows, max_model_len=max_model_len, drops_long_rows=config.long_rows == "drop")
-    if not samples:
-        raise DataError(
-            f"every row of {', '.join(section.paths)} is longer than model.max_model_len={max_model_len}: "
-            "no row is left to train on"
-        )
+def read_samples(reader: ConversationReader, config: OfflineConfig, knob: str) -> tuple[list[Sample], int, str | None]:
+    """Samples of the data set `knob`, the number of rows dropped as too long, and the digest of all rows."""
+    section, max_model_len = getattr(config, knob), config.model.max_model_len
+    with errors_of(knob):
+        rows = load_conversation_rows(section)
+        samples = reader.read(rows, max_model_len=max_model_len, drops_long_rows=config.long_rows == "drop")
+        if not samples:
+            raise DataError(
+                f"every row of {', '.join(section.paths)} is longer than model.max_model_len={max_model_len}: "
+                "no row is left to train on"
+            )
     return samples, len(rows) - count_rows(samples), digest_rows(rows)
 
 

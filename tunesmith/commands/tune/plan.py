@@ -80,9 +80,10 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
     count_refilled(config.experience.refill_budget, batch_size=config.algorithm.batch_size)
     check_rollouts(config.rollout, config.experience.replay, algorithm)
     check_sampling_is_random(config.model, algorithm)
-    operators = build_operators(
-        config.experience, load=partial(load_component, knob="experience.operators"), own=custom.operators
-    )
+    with errors_of("experience.operators"):
+        operators = build_operators(
+            config.experience, load=partial(load_component, knob="experience.operators"), own=custom.operators
+        )
     sources: dict[str, str | None] = {}
 
     def load_set(section: DatasetSection, *, name: str, knob: str) -> list[Task]:
@@ -235,11 +236,13 @@ def build_task_feed(
     for name, section in sets.items():
         knob, given = config.training_knobs[name], custom.selectors.get(name)
         tasks, load = load_set(section, name=name, knob=knob), partial(load_component, knob=f"{knob}.operators")
-        tasks, counted = apply_task_operators(tasks, section.operators, load=load)
+        with errors_of(f"{knob}.operators"):
+            tasks, counted = apply_task_operators(tasks, section.operators, load=load)
         metrics |= counted if len(sets) == 1 else {f"{metric}/{name}": value for metric, value in counted.items()}
-        selectors[name] = build_set_selector(
-            section.task_selector, tasks, given, seed=seed, knob=f"{knob}.task_selector"
-        )
+        with errors_of(f"{knob}.task_selector"):
+            selectors[name] = build_set_selector(
+                section.task_selector, tasks, given, seed=seed, knob=f"{knob}.task_selector"
+            )
         tasks_of[name] = tasks
     tasks = [task for each in tasks_of.values() for task in each]
     selector = next(iter(selectors.values()))

@@ -13,7 +13,6 @@ from tunesmith.commands.candidates import (
     Candidate,
     RunLimits,
     build_candidate,
-    check_candidate,
     load_candidate,
     load_fixed_tasks,
 )
@@ -137,9 +136,6 @@ async def run_prompt_tuning(
     progress = ConsoleProgress()
     show: Callable[[str], None] = progress.show_line if config.eval_display_progress else lambda line: None
     try:
-        for each in (model, proposer):
-            if each is not None:
-                check_candidate(each)
         student = LoadedModel(provider=ExternalModel(None))
         if model is not None:
             student = load_candidate(model, build_model=build_model)

@@ -91,6 +91,8 @@ class ModelSource:
 
 def find_model(path: str, base_path: str | None = None) -> ModelSource:
     """Resolve a path to a folder, `.gguf` file, hub id or adapter; a local path that does not exist is an error."""
+    if not path:  # Path("") is the working folder
+        raise ModelError("model.path is empty: give a model folder, a .gguf file or a hub id")
     path = find_exported(path)
     adapter = find_adapter(path, base_path)
     if adapter is not None:
