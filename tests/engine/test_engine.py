@@ -106,7 +106,7 @@ def test_idle_time_is_the_time_without_requests_while_sampling(monkeypatch: pyte
     """A clock that only the test moves: 2 s before the first request, 3 s between two, none while paused."""
     now = [0.0]
     engine = build_engine()
-    monkeypatch.setattr("tunesmith.engine.engine.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("tunesmith.engine.core.base_engine.time.perf_counter", lambda: now[0])
 
     async def run() -> None:
         for waited_s in (2.0, 3.0):

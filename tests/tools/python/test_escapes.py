@@ -404,7 +404,7 @@ def test_nothing_is_left_for_the_next_call(tool, code):
 @pytest.mark.parametrize(
     "code",
     [
-        "import os\nos.write(4, b'r')\nwhile True: pass",
+        "import os\nos.write(4, b'r' * 20)\nwhile True: pass",
         "import os\nos.write(4, b'x' * 10_000)",
         "import os\nos.closerange(0, 100)",
         "import os\nos.abort()",
