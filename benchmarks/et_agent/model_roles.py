@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -102,19 +103,46 @@ def compare(accuracies: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str
     }
 
 
-BEHAVIOR = ("efficiency", "conciseness", "successful_execution", "reasoning_length", "tool_calls", "sampled_tokens")
+BEHAVIOR = (
+    "efficiency", "conciseness", "successful_execution", "reasoning_length", "tool_calls", "sampled_tokens", "answered",
+)  # fmt: skip
+THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+Behavior = dict[str, dict[str, dict[str, float]]]
+"""Means of the measures of behavior, by test set and model."""
 
 
-def average_behavior(folders: Sequence[Path]) -> dict[str, dict[str, float]]:
-    """Means of the measures of behavior on the set `test` by model, over the seeds that have them."""
-    values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for folder in folders:
-        compared = json.loads(read_text(folder / "eval" / "comparison.json") or "{}").get("test", {"models": {}})
-        for name, model in compared["models"].items():
-            for measure in BEHAVIOR:
-                if (estimate := model["estimates"].get(measure)) is not None:
-                    values[name][measure].append(estimate["mean"])
-    return {name: {measure: fmean(each) for measure, each in found.items()} for name, found in values.items()}
+def read_behavior(folder: Path) -> Behavior:
+    behavior: Behavior = defaultdict(dict)
+    for stage in ("eval", "eval_arms"):
+        for test_set, compared in json.loads(read_text(folder / stage / "comparison.json") or "{}").items():
+            for name, model in compared["models"].items():
+                estimates = {each: model["estimates"][each]["mean"] for each in BEHAVIOR if each in model["estimates"]}
+                texts = [attempt["response"] or "" for task in model["tasks"] for attempt in task["attempts"]]
+                letters = [sum(map(str.isalnum, thought)) for text in texts for thought in THOUGHT.findall(text)]
+                estimates |= {"letters_a_thought": fmean(letters)} if letters else {}
+                behavior[test_set].setdefault(name, estimates)
+    return behavior
+
+
+def average_behavior(seeds: Sequence[Behavior]) -> Behavior:
+    """Means over the seeds that have a model and a measure."""
+    values: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for test_set, models in (item for seed in seeds for item in seed.items()):
+        for name, measures in models.items():
+            for measure, mean in measures.items():
+                values[test_set, name, measure].append(mean)
+    averaged: Behavior = defaultdict(lambda: defaultdict(dict))
+    for (test_set, name, measure), means in values.items():
+        averaged[test_set][name][measure] = fmean(means)
+    return averaged
+
+
+def average_pass_rates(folder: Path) -> dict[str, float]:
+    """The mean pass rate of the training questions before each round."""
+    rates = {}
+    for file in sorted({path.parent for path in folder.glob("*pass_rate_*/tasks.jsonl*")}):
+        rates[file.name] = fmean(row["pass_rate"] for row in read_rows(file / "tasks.jsonl"))
+    return rates
 
 
 CORRECT_AT = 0.75
@@ -179,9 +207,16 @@ def main() -> None:
             for name, each in (figures["accuracy"] | figures["differences"]).items():
                 low, high = each["interval"]
                 print(f"{seed:9} {test_set:8} {name:28} {each['mean']:+.3f} ({low:+.3f} to {high:+.3f})")
-    details["behavior"] = average_behavior(arguments.folders)
-    for name, measures in details["behavior"].items():
-        print(f"behavior  {name:14} " + "  ".join(f"{what} {value:.3g}" for what, value in measures.items()))
+    behavior = {folder.name: read_behavior(folder) for folder in arguments.folders}
+    for seed, found in (behavior | {"all seeds": average_behavior(list(behavior.values()))}).items():
+        details.setdefault(seed, {})["behavior"] = found
+        for test_set, models in found.items():
+            for name, measures in models.items():
+                shown = "  ".join(f"{what} {value:.3g}" for what, value in measures.items())
+                print(f"{seed:9} {test_set:8} {name:14} {shown}")
+    for folder in arguments.folders:
+        details[folder.name]["pass rates"] = rates = average_pass_rates(folder)
+        print(f"{folder.name:9} " + "  ".join(f"{name} {rate:.3f}" for name, rate in rates.items()))
     for folder, stage in product(arguments.folders, ("flywheel", "flywheel_expert")):
         if operators := count_operators(folder, stage):
             details[folder.name]["operators" if stage == "flywheel" else "operators of the expert"] = operators

@@ -60,7 +60,9 @@ class Ranks:
         return any(self.all_gather_objects(value))
 
     def gather_objects(self, value: T) -> list[T] | None:
-        """The values of all of several ranks, in order of rank, on the first rank; None on the others."""
+        """The values of all ranks, in order of rank, on the first rank; None on the others."""
+        if self.is_alone:
+            return [value]
         gathered: list[Any] | None = [None] * self.world_size if self.is_first else None
         with rank_errors():
             dist.gather_object(value, gathered, dst=0, group=self.objects)
@@ -76,7 +78,10 @@ class Ranks:
         return cast(T, values[0])
 
     def scatter_objects(self, values: Sequence[T] | None = None) -> T:
-        """The value for this one of several ranks; the first rank passes one for each, others pass nothing."""
+        """The value for this rank; the first rank passes one for each rank, others pass nothing."""
+        if self.is_alone:
+            assert values is not None
+            return values[0]
         received: list[Any] = [None]
         with rank_errors():
             dist.scatter_object_list(received, None if values is None else list(values), src=0, group=self.objects)
