@@ -273,7 +273,8 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128, help="tokens per prompt")
     parser.add_argument("--new-tokens", type=int, default=256, help="tokens sampled per request")
     parser.add_argument("--group", type=int, default=1, help="number of requests that share a prompt")
-    parser.add_argument("--lora-rank", type=int, help="sample with an adapter of attention of this rank")
+    parser.add_argument("--lora-rank", type=int, help="sample with an adapter of this rank")
+    parser.add_argument("--lora-targets", default="attention", choices=("attention", "all-linear"))
     parser.add_argument(
         "--agents", type=int, nargs="*", default=[], help="concurrent agents; needs --model and --questions"
     )
@@ -299,7 +300,9 @@ def main() -> None:
     peers = run_vllm_peer(arguments) if arguments.vllm else {}
     model, ceilings = build_model(arguments), measure_ceilings(arguments.device)
     if arguments.lora_rank is not None:
-        add_adapter(model, LoraSection(r=arguments.lora_rank), base="", dtype=model.dtype)
+        add_adapter(
+            model, LoraSection(r=arguments.lora_rank, target_modules=arguments.lora_targets), base="", dtype=model.dtype
+        )
     figures: dict[str, Figure] = {}
     print(f"{'':<44}{'tokens/s':>12}{'seconds':>10}{'floor':>10}{'share':>10}")
     for num_sequences in arguments.sequences:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 import pytest
 import torch
@@ -47,10 +48,12 @@ def compute_gap(model: PreTrainedModel, prompt: list[int], completion: Completio
     return (expected - torch.tensor(completion.logprobs)).abs().mean().item()
 
 
-@pytest.mark.parametrize("quantization", ["none", "nf4"])
-def test_graphs_follow_the_adapter(pocket_folder: str, quantization: str) -> None:
+@pytest.mark.parametrize(("quantization", "cuda_decode"), [("none", "graphs"), ("nf4", "graphs"), ("none", "compiled")])
+def test_graphs_follow_the_adapter(
+    pocket_folder: str, quantization: str, cuda_decode: Literal["graphs", "compiled"]
+) -> None:
     model = load_with_adapter(pocket_folder, quantization)
-    settings = EngineSection(kv_cache_tokens=8000, cuda_decode="graphs")
+    settings = EngineSection(kv_cache_tokens=8000, cuda_decode=cuda_decode)
     engine = LocalEngine(model, None, settings, max_model_len=128)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(9, 500, (length,), generator=generator).tolist() for length in LENGTHS]

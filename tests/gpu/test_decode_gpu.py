@@ -216,7 +216,7 @@ def test_rowwise_kernels_equal_their_formulas(dtype, tolerance):
             rms_norm(inputs, weight, 1e-5),
             wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double(),
         ),
-        (silu_and_mul(inputs), functional.silu(wide[..., :768]) * wide[..., 768:]),
+        (silu_and_mul(*inputs.chunk(2, dim=-1)), functional.silu(wide[..., :768]) * wide[..., 768:]),
     ):
         assert (output.double() - expected).norm() < tolerance * expected.norm()
 

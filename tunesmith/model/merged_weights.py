@@ -47,12 +47,16 @@ def find_merged_tensors(model: nn.Module) -> list[list[Tensor]]:
 
 
 def _find_siblings(model: nn.Module) -> Iterator[list[nn.Linear]]:
-    """Linear layers with the same input: of PEFT layers the base layers, and the first factors of the adapter."""
+    """Linear layers with the same input, of PEFT layers the base layers; the first factors of their adapters; and the
+    second factors, which are applied together (`FusedOps.add_adapters`)."""
     for module in model.modules():
         for names in MERGED_LAYERS:
             layers = [getattr(module, name, None) for name in names]
-            factors = [next(iter(getattr(layer, "lora_A", {}).values()), None) for layer in layers]
-            for each in ([getattr(layer, "base_layer", layer) for layer in layers], factors):
+            downs, ups = (
+                [next(iter(getattr(layer, factor, {}).values()), None) for layer in layers]
+                for factor in ("lora_A", "lora_B")
+            )
+            for each in ([getattr(layer, "base_layer", layer) for layer in layers], downs, ups):
                 if all(type(layer) is nn.Linear for layer in each):
                     yield cast(list[nn.Linear], each)
 

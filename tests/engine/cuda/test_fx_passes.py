@@ -112,6 +112,16 @@ def build_ops(calls: Counter[str]) -> FusedOps:
     def swiglu(inputs: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
         return functional.silu(inputs @ gate_weight.T) * (inputs @ value_weight.T)
 
+    def silu_and_mul(gate: Tensor, value: Tensor) -> Tensor:
+        return functional.silu(gate) * value
+
+    def add_adapters(
+        totals: list[Tensor], inputs: Tensor, downs: list[Tensor], ups: list[Tensor], factors: list[float]
+    ) -> list[Tensor]:
+        calls[f"adapters of {len(totals)}"] += 1
+        layers = zip(totals, downs, ups, factors, strict=True)
+        return [total.add_(factor * (inputs @ down.T) @ up.T) for total, down, up, factor in layers]
+
     def add_linear(total: Tensor, inputs: Tensor, weight: Tensor, factor: float = 1.0) -> Tensor:
         return total.add_(factor * inputs @ weight.T)
 
@@ -126,7 +136,9 @@ def build_ops(calls: Counter[str]) -> FusedOps:
         rms_norm=count("rms norm", rms_norm),
         merged_linear=merged_linear,
         swiglu=count("swiglu", swiglu),
+        silu_and_mul=count("silu and mul", silu_and_mul),
         add_linear=count("add linear", add_linear),
+        add_adapters=add_adapters,
         attention={
             ops.paged_decode: count("paged decode", paged_decode),
             ops.paged_prefill: count("paged prefill", paged_prefill),
@@ -181,13 +193,24 @@ def test_a_layer_is_fused_into_eight_operations_with_the_same_hidden_states(
             torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
+SPLIT_MLP = {"merged linear of 2": 1, "silu and mul": 1}
+
+
+@pytest.mark.parametrize(
+    ("targets", "merged_sizes", "calls_per_layer"),
+    [
+        ("attention", [3, 1], {"adapters of 3": 1, "adapters of 1": 1, "swiglu": 1}),
+        ("all-linear", [3, 1, 2, 1], {"adapters of 3": 1, "adapters of 2": 1, "adapters of 1": 2, **SPLIT_MLP}),
+        (("q_proj", "v_proj", "up_proj"), [1, 1, 1], {"adapters of 2": 1, "adapters of 1": 1, **SPLIT_MLP}),
+    ],
+)
 @pytest.mark.parametrize(("name", "dropout"), [("llama", 0.5), ("qwen2", 0.0), ("qwen3", 0.0)])
 @torch.inference_mode()
-def test_adapters_of_attention_take_one_product_for_their_inputs_and_one_for_each_layer(
-    name: str, dropout: float
+def test_adapters_of_layers_with_one_input_are_applied_at_once(
+    name: str, dropout: float, targets: Any, merged_sizes: list[int], calls_per_layer: dict[str, int]
 ) -> None:
     model = copy.deepcopy(build_tiny(name))
-    add_adapter(model, LoraSection(r=4, dropout=dropout), base="", dtype=model.dtype)
+    add_adapter(model, LoraSection(r=4, dropout=dropout, target_modules=targets), base="", dtype=model.dtype)
     for key, weight in model.named_parameters():
         if "lora_B" in key:
             weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)) * 0.3)
@@ -198,7 +221,9 @@ def test_adapters_of_attention_take_one_product_for_their_inputs_and_one_for_eac
     merge_weights(model)
     num_layers = len(model.get_decoder().layers)
     merged = find_merged_tensors(model.get_decoder())
-    assert [len(group) for group in merged if group[0].shape[0] == 4] == [3] * num_layers + [1] * num_layers
+    for axis in (0, 1):
+        found_sizes = [len(group) for group in merged if group[0].shape[axis] == 4]
+        assert sorted(found_sizes) == sorted(merged_sizes * num_layers)
     calls: Counter[str] = Counter()
     fused = FusedLayers(model, build_ops(calls), max_positions=32)
     cache = KVCache(probe_layers(model), num_blocks=40, block_size=4, dtype=model.dtype, device=CPU)
@@ -206,9 +231,9 @@ def test_adapters_of_attention_take_one_product_for_their_inputs_and_one_for_eac
         plan = build_prefill_plan(cache, [Span(0, 0, 11, list(range(3, 10)))], tile_tokens=8, device=CPU)
         found = run_body(model, ids[None], torch.arange(11)[None], plan)[0]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    calls_per_layer |= {"merged linear of 3": 1, "add linear": 2, "paged prefill": 1}
     assert calls == {
-        "rms norm": 2 * num_layers + 1, "merged linear of 6": num_layers, "merged linear of 1": num_layers,
-        "swiglu": num_layers, "add linear": 6 * num_layers, "paged prefill": num_layers,
+        "rms norm": 2 * num_layers + 1, **{call: count * num_layers for call, count in calls_per_layer.items()}
     }  # fmt: skip
 
 
@@ -375,7 +400,7 @@ def test_factors_of_products_are_multiplied_and_a_product_that_is_read_twice_is_
 
 
 @torch.inference_mode()
-def test_a_gate_and_value_of_different_inputs_are_not_fused() -> None:
+def test_a_gate_and_value_of_different_inputs_are_products_of_their_own() -> None:
     x, y, w = torch.randn(1, 3, 8), torch.randn(1, 3, 8), torch.randn(4, 8)
 
     def compute(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
@@ -383,8 +408,8 @@ def test_a_gate_and_value_of_different_inputs_are_not_fused() -> None:
 
     output, is_whole, calls = fuse(compute, x, y, w)
     torch.testing.assert_close(output, compute(x, y, w))
-    assert not is_whole
-    assert calls == {"merged linear of 1": 2}
+    assert is_whole
+    assert calls == {"merged linear of 1": 2, "silu and mul": 1}
 
 
 @torch.inference_mode()

@@ -41,6 +41,7 @@ class Fp8Weights:
             rms_norm=CUDA_OPS.rms_norm,
             merged_linear=self._run_merged_linear,
             swiglu=self._run_swiglu,
+            silu_and_mul=CUDA_OPS.silu_and_mul,
             add_linear=self._run_add_linear,
             attention=CUDA_OPS.attention,
             quantized=QuantizedOps(rms_norm=_run_rms_norm, swiglu=self._run_quantized_swiglu),

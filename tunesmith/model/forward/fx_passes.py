@@ -54,11 +54,16 @@ class FusedOps:
     """(input, weights, biases) -> one linear output per weight."""
     swiglu: Callable[[Tensor, Tensor, Tensor], Tensor]
     """(input, gate weight, value weight) -> SiLU(input @ gate.T) * (input @ value.T)."""
+    silu_and_mul: Callable[[Tensor, Tensor], Tensor]
+    """(gate, value) -> SiLU(gate) * value, for layers whose gate or value has an adapter."""
     add_linear: Callable[..., Tensor]
     """(total, input, weight, factor=1) -> total + factor * input @ weight.T; overwrites the total, or not, which may be
     wider."""
     attention: Mapping[Any, Callable[..., Tensor]]
     """For each attention operator of a plan a function of the same arguments and, optionally, a `Prologue`."""
+    add_adapters: Callable[..., Sequence[Tensor]] | None = None
+    """(totals, input, first factors, second factors, scalings) -> each total + scaling * (input @ first.T) @ second.T;
+    overwrites the totals. Not with exact numerics, where the trainer would have to add like the sampler."""
     quantized: QuantizedOps | None = None
     """Set if products quantize their inputs: the output of a norm or SwiGLU that only products read is quantized at
     once."""
@@ -73,11 +78,14 @@ def fuse_layer(module: fx.GraphModule, fused_ops: FusedOps) -> bool:
     _fuse_swiglu(graph, fused_ops)
     _fuse_added_products(graph, fused_ops)
     _merge_linears(graph, fused_ops)
+    if fused_ops.add_adapters is not None and not is_exact():
+        _fuse_adapters(graph, fused_ops, fused_ops.add_adapters)
     if fused_ops.quantized is not None:
         _quantize_inputs(graph, fused_ops, fused_ops.quantized)
     graph.eliminate_dead_code()
     known = {*VIEWS, *LINEAR, *MUL, *ADD, *fused_ops.attention.values(), Prologue, step_conv}
-    known |= {fused_ops.rms_norm, fused_ops.merged_linear, fused_ops.swiglu, fused_ops.add_linear}
+    known |= {fused_ops.rms_norm, fused_ops.merged_linear, fused_ops.swiglu, fused_ops.silu_and_mul}
+    known |= {fused_ops.add_linear, fused_ops.add_adapters}
     if fused_ops.quantized is not None:
         known -= LINEAR
         known |= {fused_ops.quantized.rms_norm, fused_ops.quantized.swiglu}
@@ -244,13 +252,19 @@ def _fuse_swiglu(graph: fx.Graph, fused_ops: FusedOps) -> None:
         if pair is None or not _is_call(pair[0], {functional.silu}):
             continue
         gate, value = pair[0].args[0], pair[1]
-        if not all(_is_linear_without_bias(part) and len(part.users) == 1 for part in (gate, value)):
-            continue
-        if gate.args[0] is value.args[0]:
-            with graph.inserting_before(node):
+        is_plain = all(_is_linear_without_bias(part) and len(part.users) == 1 for part in (gate, value))
+        gate_tensor, value_tensor = _get_example(gate), _get_example(value)
+        with graph.inserting_before(node):
+            if is_plain and gate.args[0] is value.args[0]:
                 arguments = (gate.args[0], gate.args[1], value.args[1])
                 _replace_node(node, graph.call_function(fused_ops.swiglu, arguments))
+            elif gate_tensor is not None and value_tensor is not None and _are_alike(gate_tensor, value_tensor):
+                _replace_node(node, graph.call_function(fused_ops.silu_and_mul, (gate, value)))
     graph.eliminate_dead_code()
+
+
+def _are_alike(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.shape == other.shape and tensor.dtype == other.dtype
 
 
 def _is_linear_without_bias(node: Any) -> bool:
@@ -272,6 +286,39 @@ def _merge_linears(graph: fx.Graph, fused_ops: FusedOps) -> None:
         with graph.inserting_before(linears[0]):
             outputs = graph.call_function(fused_ops.merged_linear, (linears[0].args[0], weights, biases))
             _replace_by_items(linears, outputs)
+
+
+def _fuse_adapters(graph: fx.Graph, fused_ops: FusedOps, add_adapters: Callable[..., Any]) -> None:
+    """One call for the adapters of the layers that share an input: a product with a first factor, which only a product
+    with a second one reads, which is added to a layer's output."""
+    for merged in list(graph.nodes):
+        if not _is_call(merged, {fused_ops.merged_linear}):
+            continue
+        inputs, *layers = merged.args
+        order = {node: index for index, node in enumerate(graph.nodes)}
+        sums: dict[int, fx.Node] = {}
+        for item in merged.users:
+            users, index = list(item.users), item.args[1]
+            is_added = len(users) == 1 and _is_call(users[0], {fused_ops.add_linear}) and users[0].args[1] is item
+            if is_added and layers[1][index] is None:
+                sums[index] = users[0]
+        first = min(sums.values(), key=order.__getitem__, default=merged)
+        adapted = [index for index in sorted(sums) if order[sums[index].args[0]] < order[first]]
+        if not adapted:
+            continue
+        nodes = [sums[index] for index in adapted]
+        totals, ups = ([node.args[place] for node in nodes] for place in (0, 2))
+        scalings = [node.args[3] if len(node.args) > 3 else 1 for node in nodes]
+        with graph.inserting_before(first):
+            call = (totals, inputs, [layers[0][index] for index in adapted], ups, scalings)
+            _replace_by_items(nodes, graph.call_function(add_adapters, call))
+        kept = [item for item in merged.users if item.users]
+        with graph.inserting_before(merged):
+            if kept:
+                places = [item.args[1] for item in kept]
+                arguments = [tuple(each[place] for place in places) for each in layers]
+                _replace_by_items(kept, graph.call_function(fused_ops.merged_linear, (inputs, *arguments)))
+        graph.eliminate_dead_code()
 
 
 def _concat_linears(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -315,7 +362,7 @@ def _fuse_added_products(graph: fx.Graph, fused_ops: FusedOps) -> None:
             readers = [user for user in total.users if user is not node]
             if not all(_is_call(user, {fused_ops.rms_norm}) and order[user] < order[node] for user in readers):
                 continue
-            if before.shape == after.shape and before.dtype == after.dtype:
+            if _are_alike(before, after):
                 with graph.inserting_before(node):
                     for product in products:
                         total = graph.call_function(fused_ops.add_linear, (total, *product))

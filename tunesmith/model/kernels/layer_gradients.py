@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from tunesmith.model.kernels import layer_ops
 from tunesmith.model.kernels.heads import load_heads
 from tunesmith.model.kernels.logprob_kernels import compute_weight_grad
-from tunesmith.model.merged_weights import accumulate_weight_grads, concat_linear, find_merged_groups, get_merged_view
+from tunesmith.model.merged_weights import accumulate_weight_grads, find_merged_groups, get_merged_view
 
 TILE = 2048
 """Elements that a program takes at once."""
@@ -85,14 +85,13 @@ def _norm_and_rotate_backward_kernel(
 
 
 @triton.jit
-def _silu_and_mul_backward_kernel(gate_value, grad, output, size, TILE: tl.constexpr):
+def _silu_and_mul_backward_kernel(gates, values, grad, output, size, gate_stride, value_stride, TILE: tl.constexpr):
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_used = columns < size
-    place = row * 2 * size + columns
-    gate = tl.load(gate_value + place, mask=is_used, other=0.0).to(tl.float32)
-    value = tl.load(gate_value + place + size, mask=is_used, other=0.0).to(tl.float32)
+    gate = tl.load(gates + row * gate_stride + columns, mask=is_used, other=0.0).to(tl.float32)
+    value = tl.load(values + row * value_stride + columns, mask=is_used, other=0.0).to(tl.float32)
     slope = tl.load(grad + row * size + columns, mask=is_used, other=0.0).to(tl.float32)
-    weight = tl.sigmoid(gate)
+    weight, place = tl.sigmoid(gate), row * 2 * size + columns
     grad_gate = slope * value * weight * (1.0 + gate * (1.0 - weight))
     tl.store(output + place, grad_gate.to(output.dtype.element_ty), mask=is_used)
     tl.store(output + place + size, (slope * gate * weight).to(output.dtype.element_ty), mask=is_used)
@@ -141,14 +140,16 @@ def backward_norm_and_rotate(
     return sums.sum(0) if has_weight_grad else None
 
 
-def backward_silu_and_mul(gate_value_T2I: Tensor, grad_TI: Tensor) -> Tensor:
-    """The gradient of the gate and of the value, side by side."""
-    grad_TI, size, output = grad_TI.contiguous(), grad_TI.shape[-1], torch.empty_like(gate_value_T2I)
-    grid = (gate_value_T2I.numel() // (2 * size), triton.cdiv(size, layer_ops.GATE_TILE))
-    _silu_and_mul_backward_kernel[grid](
-        gate_value_T2I, grad_TI, output, size, TILE=layer_ops.GATE_TILE, num_warps=4
+def backward_silu_and_mul(gate: Tensor, value: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of the gate and of the value, side by side in memory."""
+    size = gate.shape[-1]
+    gates, values = (each.reshape(-1, size) for each in (gate, value))
+    output = gate.new_empty((*gate.shape[:-1], 2 * size))
+    _silu_and_mul_backward_kernel[(len(gates), triton.cdiv(size, layer_ops.GATE_TILE))](
+        gates, values, grad.contiguous(), output, size, gates.stride(0), values.stride(0),
+        TILE=layer_ops.GATE_TILE, num_warps=4,
     )  # fmt: skip
-    return output
+    return output[..., :size], output[..., size:]
 
 
 def _backward_products(
@@ -216,20 +217,17 @@ class _MergedLinear(torch.autograd.Function):
         return *_backward_products(needs, inputs, ctx.weights, grads), *biases
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SiluAndMul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, *weights: Tensor) -> Tensor:
-        gate_value = concat_linear(inputs, weights)
-        ctx.save_for_backward(inputs, gate_value)
-        ctx.weights = weights
-        return layer_ops.silu_and_mul(gate_value)
+    def forward(ctx: Any, gate: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, value)
+        return layer_ops.silu_and_mul(gate, value)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, gate_value = ctx.saved_tensors
-        grads = backward_silu_and_mul(gate_value, grad).chunk(2, dim=-1)
-        return _backward_products(ctx.needs_input_grad, inputs, ctx.weights, grads)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, value = ctx.saved_tensors
+        return backward_silu_and_mul(gate, value, grad)
 
 
 class _AddLinear(torch.autograd.Function):
@@ -255,7 +253,11 @@ def merged_linear(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Te
 
 
 def swiglu(inputs: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
-    return _SwiGLU.apply(inputs, gate_weight, value_weight)
+    return silu_and_mul(*merged_linear(inputs, (gate_weight, value_weight), (None, None)))
+
+
+def silu_and_mul(gate: Tensor, value: Tensor) -> Tensor:
+    return _SiluAndMul.apply(gate, value)
 
 
 def add_linear(total: Tensor, inputs: Tensor, weight: Tensor, factor: float = 1.0) -> Tensor:

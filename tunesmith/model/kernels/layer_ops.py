@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tunesmith.model.kernels.launch import get_launch_options, pdl_wait
-from tunesmith.model.merged_weights import concat_linear, find_merged_groups
+from tunesmith.model.merged_weights import find_merged_groups
 
 GATE_TILE = 1024
 
@@ -33,12 +33,14 @@ def _rms_norm_kernel(
 
 
 @triton.jit
-def _silu_and_mul_kernel(gate_value, output, size, TILE: tl.constexpr, HAS_PDL: tl.constexpr):
+def _silu_and_mul_kernel(
+    gates, values, output, size, gate_stride, value_stride, TILE: tl.constexpr, HAS_PDL: tl.constexpr
+):  # fmt: skip
     pdl_wait(HAS_PDL)
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_used = columns < size
-    gate = tl.load(gate_value + row * 2 * size + columns, mask=is_used, other=0.0).to(tl.float32)
-    value = tl.load(gate_value + row * 2 * size + size + columns, mask=is_used, other=0.0)
+    gate = tl.load(gates + row * gate_stride + columns, mask=is_used, other=0.0).to(tl.float32)
+    value = tl.load(values + row * value_stride + columns, mask=is_used, other=0.0)
     activated = (gate * tl.sigmoid(gate)).to(output.dtype.element_ty)
     tl.store(output + row * size + columns, (activated * value).to(output.dtype.element_ty), mask=is_used)
 
@@ -59,14 +61,15 @@ def rms_norm(inputs: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
     return output.view(inputs.shape)
 
 
-def silu_and_mul(gate_value_T2I: Tensor) -> Tensor:
-    """SiLU of the first half of the last axis, times the second half."""
-    size = gate_value_T2I.shape[-1] // 2
-    rows = gate_value_T2I.reshape(-1, 2 * size)
-    output = torch.empty((*gate_value_T2I.shape[:-1], size), dtype=gate_value_T2I.dtype, device=gate_value_T2I.device)
-    _silu_and_mul_kernel[(len(rows), triton.cdiv(size, GATE_TILE))](
-        rows, output, size, TILE=GATE_TILE, num_warps=4, **get_launch_options()
-    )
+def silu_and_mul(gate: Tensor, value: Tensor) -> Tensor:
+    """SiLU(gate) * value."""
+    size = gate.shape[-1]
+    gates, values = (each.reshape(-1, size) for each in (gate, value))
+    output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    _silu_and_mul_kernel[(len(gates), triton.cdiv(size, GATE_TILE))](
+        gates, values, output, size, gates.stride(0), values.stride(0), TILE=GATE_TILE, num_warps=4,
+        **get_launch_options(),
+    )  # fmt: skip
     return output
 
 
@@ -82,7 +85,7 @@ def merged_linear(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Te
 
 def swiglu(inputs: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
     """SiLU(inputs @ gate_weight.T) * (inputs @ value_weight.T) (Shazeer, 2020)."""
-    return silu_and_mul(concat_linear(inputs, (gate_weight, value_weight)))
+    return silu_and_mul(*merged_linear(inputs, (gate_weight, value_weight), (None, None)))
 
 
 def add_linear(total: Tensor, inputs: Tensor, weight: Tensor, factor: float = 1.0) -> Tensor:
