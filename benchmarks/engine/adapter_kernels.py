@@ -18,6 +18,7 @@ from torch import Tensor
 
 from benchmarks.engine.decode_attention import time_calls
 from benchmarks.shared.report import TimeLimit, add_time_limit, publish
+from tunesmith.model.torch_modes import replaced
 
 LAYERS = {
     "1.5B qkv": (1536, (1536, 256, 256)),
@@ -55,11 +56,10 @@ def measure(num_inputs: int, sizes: Sequence[int], num_rows: int, rank: int, til
 
     alone = time_adapters(None)
     seconds = {"product": alone, "cublas": time_adapters(adapters.add_products) - alone}
-    chosen = adapters.ROWS
     for tile in tiles:
-        adapters.ROWS = tile
-        seconds[f"kernels, {tile} rows"] = time_adapters(adapters.add_adapters) - alone
-    adapters.ROWS = chosen
+        bounds = {"ROWS": tile, "MAX_INPUTS": 2**20, "MAX_UP_ELEMENTS": 2**30}
+        with replaced([(vars(adapters), name, value) for name, value in bounds.items()]):
+            seconds[f"kernels, {tile} rows"] = time_adapters(adapters.add_adapters) - alone
     return seconds
 
 

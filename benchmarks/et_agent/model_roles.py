@@ -42,6 +42,7 @@ COMPARISONS = (
     ("rft", "rft_dropped"),
     ("rft", "rft_expert"),
     ("rft_rollouts", "rft_expert"),
+    ("rft_expert", "rl"),
 )
 
 

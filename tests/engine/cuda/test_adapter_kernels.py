@@ -33,7 +33,9 @@ def draw(*shape: int, dtype: torch.dtype) -> Tensor:
         ((128,), 8, 700, 33, True, True),
         ((192, 64), 24, 1536, 17, True, True),
         ((128, 128), 128, 256, 3, True, True),
-        ((64, 64, 64), 1, 9000, 1, True, True),
+        ((64, 64, 64), 1, 5000, 1, True, True),
+        ((64,), 1, 8200, 1, True, False),  # more inputs and larger factors than the kernels are good at
+        ((4096, 4096, 4096), 86, 16, 2, True, False),
         ((256, 128, 128), 128, 64, 4, True, False),  # too many outputs of first factors
         ((100,), 16, 64, 4, True, False),  # no whole tiles
         ((64,) * 4, 16, 64, 4, True, False),

@@ -24,6 +24,8 @@ MAX_ROWS = 1024
 """With more, the products occupy the device by themselves."""
 MAX_LAYERS, MAX_OUTPUTS = 3, 256
 """Layers that the second kernel tells apart, and outputs of the first factors that fit into registers."""
+MAX_INPUTS, MAX_UP_ELEMENTS = 8192, 2**20
+"""With more, products were as fast or faster (`benchmarks/engine/adapter_kernels.py`)."""
 ROWS = 16
 MAX_SPLITS = 16
 
@@ -88,6 +90,7 @@ def add_adapters(
     columns = get_merged_view([total.view(-1, total.shape[-1]).t() for total in totals])
     up_tile = 128 if all(size % 128 == 0 for size in sizes) else 64
     is_small = len(rows) <= MAX_ROWS and len(sizes) <= MAX_LAYERS and len(sizes) * rank <= MAX_OUTPUTS
+    is_small &= rows.shape[1] <= MAX_INPUTS and sum(sizes) * rank <= MAX_UP_ELEMENTS
     has_kernels = inputs.element_size() == 2 and len(set(factors)) == 1 and all(size % up_tile == 0 for size in sizes)
     if down is None or up is None or columns is None or not is_small or not has_kernels:
         return add_products(totals, inputs, downs, ups, factors)
