@@ -106,6 +106,7 @@ async def run_steps(arguments: argparse.Namespace, parts: StepParts) -> list[dic
     history = []
     for step in tqdm(range(1, arguments.steps + 2), desc="tunesmith"):
         history.append(await time_step(parts, step=step, device=arguments.device))
+        tqdm.write(f"step {step}: {history[-1]['seconds']:.2f} s, of it training {history[-1]['perf/train_s']:.2f} s")
         await asyncio.sleep(0)
     return history
 
