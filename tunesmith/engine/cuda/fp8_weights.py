@@ -40,11 +40,10 @@ class Fp8Weights:
         self.ops = FusedOps(
             rms_norm=CUDA_OPS.rms_norm,
             merged_linear=self._run_merged_linear,
-            swiglu=self._run_swiglu,
             silu_and_mul=CUDA_OPS.silu_and_mul,
             add_linear=self._run_add_linear,
             attention=CUDA_OPS.attention,
-            quantized=QuantizedOps(rms_norm=_run_rms_norm, swiglu=self._run_quantized_swiglu),
+            quantized=QuantizedOps(rms_norm=_run_rms_norm, swiglu=self._run_swiglu),
         )
 
     @torch.no_grad()
@@ -107,17 +106,12 @@ class Fp8Weights:
             outputs.update(zip(group.indices, parts, strict=True))
         return [outputs[index] for index in range(len(weights))]
 
-    def _run_quantized_swiglu(
-        self, inputs: Tensor | QuantizedRows, gate_weight: Tensor, value_weight: Tensor
-    ) -> QuantizedRows:
+    def _run_swiglu(self, inputs: Tensor | QuantizedRows, gate_weight: Tensor, value_weight: Tensor) -> QuantizedRows:
         merged = get_merged_view((gate_weight, value_weight))
         if merged is None:
             raise ModelError("engine.weight_format=fp8: gate and up weights of a layer could not be merged")
         rows, weight = _quantize(inputs), self.get(merged)
         return fp8_kernels.silu_and_mul_quantize(self._multiply(rows, weight), rows.scales_R, weight.scales_R)
-
-    def _run_swiglu(self, inputs: Tensor | QuantizedRows, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
-        return self._run_quantized_swiglu(inputs, gate_weight, value_weight).dequantize().to(gate_weight.dtype)[None]
 
     def _run_add_linear(self, total: Tensor, inputs: Tensor | QuantizedRows, weight: Tensor) -> Tensor:
         rows, matrix = _quantize(inputs), self.get(weight)

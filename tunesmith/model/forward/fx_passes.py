@@ -42,6 +42,7 @@ class QuantizedOps:
 
     rms_norm: Callable[[Tensor, Tensor, float], Any]
     swiglu: Callable[[Any, Tensor, Tensor], Any]
+    """(input, gate weight, value weight) -> SiLU(input @ gate.T) * (input @ value.T)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +53,8 @@ class FusedOps:
     """(input, weight, epsilon) -> RMS norm over the last axis in the weight's dtype; the input may be wider."""
     merged_linear: Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None]], Sequence[Tensor]]
     """(input, weights, biases) -> one linear output per weight."""
-    swiglu: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(input, gate weight, value weight) -> SiLU(input @ gate.T) * (input @ value.T)."""
     silu_and_mul: Callable[[Tensor, Tensor], Tensor]
-    """(gate, value) -> SiLU(gate) * value, for layers whose gate or value has an adapter."""
+    """(gate, value) -> SiLU(gate) * value."""
     add_linear: Callable[..., Tensor]
     """(total, input, weight, factor=1) -> total + factor * input @ weight.T; overwrites the total, or not, which may be
     wider."""
@@ -65,8 +64,8 @@ class FusedOps:
     """(totals, input, first factors, second factors, scalings) -> each total + scaling * (input @ first.T) @ second.T;
     overwrites the totals. Not with exact numerics, where the trainer would have to add like the sampler."""
     quantized: QuantizedOps | None = None
-    """Set if products quantize their inputs: the output of a norm or SwiGLU that only products read is quantized at
-    once."""
+    """Set if products quantize their inputs: the output of a norm or of SiLU(gate) * value that only products read is
+    quantized at once."""
 
 
 def fuse_layer(module: fx.GraphModule, fused_ops: FusedOps) -> bool:
@@ -84,8 +83,8 @@ def fuse_layer(module: fx.GraphModule, fused_ops: FusedOps) -> bool:
         _quantize_inputs(graph, fused_ops, fused_ops.quantized)
     graph.eliminate_dead_code()
     known = {*VIEWS, *LINEAR, *MUL, *ADD, *fused_ops.attention.values(), Prologue, step_conv}
-    known |= {fused_ops.rms_norm, fused_ops.merged_linear, fused_ops.swiglu, fused_ops.silu_and_mul}
-    known |= {fused_ops.add_linear, fused_ops.add_adapters}
+    known |= {fused_ops.rms_norm, fused_ops.merged_linear, fused_ops.silu_and_mul, fused_ops.add_linear}
+    known.add(fused_ops.add_adapters)
     if fused_ops.quantized is not None:
         known -= LINEAR
         known |= {fused_ops.quantized.rms_norm, fused_ops.quantized.swiglu}
@@ -253,11 +252,12 @@ def _fuse_swiglu(graph: fx.Graph, fused_ops: FusedOps) -> None:
             continue
         gate, value = pair[0].args[0], pair[1]
         is_plain = all(_is_linear_without_bias(part) and len(part.users) == 1 for part in (gate, value))
+        is_read_by_products = all(_is_call(user, LINEAR) and user.args[0] is node for user in node.users)
         gate_tensor, value_tensor = _get_example(gate), _get_example(value)
         with graph.inserting_before(node):
-            if is_plain and gate.args[0] is value.args[0]:
+            if fused_ops.quantized and is_plain and gate.args[0] is value.args[0] and is_read_by_products:
                 arguments = (gate.args[0], gate.args[1], value.args[1])
-                _replace_node(node, graph.call_function(fused_ops.swiglu, arguments))
+                _replace_node(node, graph.call_function(fused_ops.quantized.swiglu, arguments))
             elif gate_tensor is not None and value_tensor is not None and _are_alike(gate_tensor, value_tensor):
                 _replace_node(node, graph.call_function(fused_ops.silu_and_mul, (gate, value)))
     graph.eliminate_dead_code()
@@ -388,13 +388,12 @@ def _match_products(node: Any, fused_ops: FusedOps) -> list[tuple[Any, ...]]:
 
 
 def _quantize_inputs(graph: fx.Graph, fused_ops: FusedOps, quantized: QuantizedOps) -> None:
-    """Quantize the output of a norm or a SwiGLU where it is computed, if only products read it."""
-    products = {fused_ops.merged_linear: 0, fused_ops.swiglu: 0, quantized.swiglu: 0, fused_ops.add_linear: 1}
-    variants = {fused_ops.rms_norm: quantized.rms_norm, fused_ops.swiglu: quantized.swiglu}
+    """Quantize the output of a norm where it is computed, if only products read it."""
+    products = {fused_ops.merged_linear: 0, quantized.swiglu: 0, fused_ops.add_linear: 1}
     for node in graph.nodes:
-        if not _is_call(node, variants):
+        if not _is_call(node, {fused_ops.rms_norm}):
             continue
-        if node.target is fused_ops.rms_norm and isinstance(node.args[0], fx.Node):
+        if isinstance(node.args[0], fx.Node):
             _read_sizes_of_input(node, node.args[0])
         places = [(user.args, products.get(user.target)) for user in node.users if user.op == "call_function"]
         is_factor = [
@@ -402,7 +401,7 @@ def _quantize_inputs(graph: fx.Graph, fused_ops: FusedOps, quantized: QuantizedO
             for arguments, place in places
         ]
         if node.users and len(is_factor) == len(node.users) and all(is_factor):
-            node.target = variants[node.target]
+            node.target = quantized.rms_norm
 
 
 def _read_sizes_of_input(norm: fx.Node, source: fx.Node) -> None:

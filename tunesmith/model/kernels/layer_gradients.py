@@ -252,10 +252,6 @@ def merged_linear(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Te
     return _MergedLinear.apply(inputs, *weights, *biases)
 
 
-def swiglu(inputs: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
-    return silu_and_mul(*merged_linear(inputs, (gate_weight, value_weight), (None, None)))
-
-
 def silu_and_mul(gate: Tensor, value: Tensor) -> Tensor:
     return _SiluAndMul.apply(gate, value)
 

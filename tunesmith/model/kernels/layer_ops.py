@@ -62,7 +62,7 @@ def rms_norm(inputs: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
 
 
 def silu_and_mul(gate: Tensor, value: Tensor) -> Tensor:
-    """SiLU(gate) * value."""
+    """SiLU(gate) * value (Shazeer, 2020)."""
     size = gate.shape[-1]
     gates, values = (each.reshape(-1, size) for each in (gate, value))
     output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
@@ -81,11 +81,6 @@ def merged_linear(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Te
         parts = functional.linear(inputs, group.weight, group.bias).split(sizes, dim=-1)
         outputs.update(zip(group.indices, parts, strict=True))
     return [outputs[index] for index in range(len(weights))]
-
-
-def swiglu(inputs: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
-    """SiLU(inputs @ gate_weight.T) * (inputs @ value_weight.T) (Shazeer, 2020)."""
-    return silu_and_mul(*merged_linear(inputs, (gate_weight, value_weight), (None, None)))
 
 
 def add_linear(total: Tensor, inputs: Tensor, weight: Tensor, factor: float = 1.0) -> Tensor:

@@ -108,7 +108,6 @@ def fuse_function(function: Callable[..., Any]) -> Callable[..., Any]:
     ops = FusedOps(
         rms_norm=layer_ops.rms_norm,
         merged_linear=layer_ops.merged_linear,
-        swiglu=layer_ops.swiglu,
         silu_and_mul=layer_ops.silu_and_mul,
         add_linear=layer_ops.add_linear,
         attention={exact_attention: attend_exactly},

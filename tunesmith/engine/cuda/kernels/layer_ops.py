@@ -10,14 +10,13 @@ from tunesmith.engine.cuda import custom_ops as ops
 from tunesmith.engine.cuda.kernels.adapters import add_adapters
 from tunesmith.engine.cuda.kernels.paged_decode import run_paged_decode
 from tunesmith.model.forward.fx_passes import FusedOps
-from tunesmith.model.kernels.layer_ops import add_linear, merged_linear, rms_norm, silu_and_mul, swiglu
+from tunesmith.model.kernels.layer_ops import add_linear, merged_linear, rms_norm, silu_and_mul
 from tunesmith.model.kernels.paged_prefill import run_paged_prefill
 
 torch.library.impl("tunesmith::paged_prefill", "CUDA")(run_paged_prefill)
 CUDA_OPS = FusedOps(
     rms_norm=rms_norm,
     merged_linear=merged_linear,
-    swiglu=swiglu,
     silu_and_mul=silu_and_mul,
     add_linear=add_linear,
     add_adapters=add_adapters,
